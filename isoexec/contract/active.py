@@ -1,0 +1,33 @@
+"""The one switch: ``ISOEXEC_CONTRACT=<file>``."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+from isoexec.contract.errors import ContractError
+from isoexec.contract.types import ExecutionContract
+
+CONTRACT_VARIABLE = "ISOEXEC_CONTRACT"
+
+
+def active_contract() -> ExecutionContract | None:
+    """The contract of this process, or None when ``ISOEXEC_CONTRACT`` is unset or empty.
+
+    The file is read once per process and path: a contract does not change under a running engine.
+
+    Raises:
+        ContractError: the file cannot be read or is not a valid contract.
+    """
+    path = os.environ.get(CONTRACT_VARIABLE)
+    return _load(path) if path else None
+
+
+@functools.lru_cache(maxsize=None)
+def _load(path: str) -> ExecutionContract:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractError(f"{CONTRACT_VARIABLE}={path}: cannot read the contract: {error}") from None
+    return ExecutionContract.from_json(text)

@@ -1,0 +1,132 @@
+"""Elementary functions of the CPU backend.
+
+torch's exp, sigmoid, silu, softplus and sum take a vector path or a scalar tail depending on length, stride and alignment,
+and the two differ in the last bit. These are built from operations that IEEE 754 rounds correctly (add, subtract, multiply, divide,
+square root, conversion), each its own kernel, so an element's bits depend on its value alone. exp and log are evaluated in fp64
+and rounded once, to within 0.5000001 ulp of fp32; subnormal results are kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_LOG2E = 1.4426950408889634
+# ln 2 in two parts; the high one has 32 trailing zero bits, so that n * _LN2_HI is exact for |n| < 2**20.
+_LN2_HI = 6.93147180369123816490e-01
+_LN2_LO = 1.90821492927058770002e-10
+_EXP_TERMS = [1.0 / math.factorial(n) for n in range(13, -1, -1)]
+_ATANH_TERMS = [2.0 / (2 * n + 1) for n in range(11, -1, -1)]
+
+
+def _horner(coefficients: list[float], x: torch.Tensor) -> torch.Tensor:
+    value = torch.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        value.mul_(x).add_(coefficient)  # two kernels: no contraction to an fma
+    return value
+
+
+def _exp64(x: torch.Tensor) -> torch.Tensor:
+    """exp of fp64 ``x`` that holds fp32 values; beyond the range of fp32 the result only has to round to 0 or inf."""
+    x = x.clamp(-200.0, 200.0)  # keeps NaN
+    n = (x * _LOG2E).round_()
+    r = (x - n * _LN2_HI).sub_(n * _LN2_LO)
+    power = n.nan_to_num(0.0).to(torch.int64).add_(1023).bitwise_left_shift_(52).view(torch.float64)
+    return _horner(_EXP_TERMS, r).mul_(power)
+
+
+def _log64(x: torch.Tensor) -> torch.Tensor:
+    """log of fp64 ``x``; 0 gives -inf, negative and NaN give NaN, inf gives inf."""
+    mantissa, exponent = torch.frexp(x)
+    small = mantissa < math.sqrt(0.5)
+    mantissa = torch.where(small, mantissa * 2.0, mantissa)
+    e = torch.where(small, exponent - 1, exponent).to(torch.float64)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    value = (_horner(_ATANH_TERMS, s * s).mul_(s).add_(e * _LN2_LO)).add_(e * _LN2_HI)
+    value = torch.where(x == 0.0, -math.inf, value)
+    value = torch.where(x == math.inf, math.inf, value)
+    return torch.where(x < 0.0, math.nan, value)
+
+
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = _exp64(x.double()).to(torch.float32)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad * y
+
+
+class _Log(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return _log64(x.double()).to(torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad / x
+
+
+class _Log1p(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        y = x.double()
+        u = y + 1.0
+        # log(u) * y / (u - 1) recovers what the rounding of 1 + y lost.
+        value = torch.where(u == 1.0, y, _log64(u) * y / (u - 1.0))
+        return torch.where(y == math.inf, math.inf, value).to(torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad / (1.0 + x)
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """exp of fp32 ``x``, elementwise, fp32."""
+    return _Exp.apply(_fp32("exp", x))
+
+
+def log(x: torch.Tensor) -> torch.Tensor:
+    """Natural logarithm of fp32 ``x``, elementwise, fp32."""
+    return _Log.apply(_fp32("log", x))
+
+
+def log1p(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + x) of fp32 ``x`` > -1, elementwise, fp32."""
+    return _Log1p.apply(_fp32("log1p", x))
+
+
+def rsqrt(x: torch.Tensor) -> torch.Tensor:
+    """1 / sqrt(x) of fp32 ``x``: a correctly rounded root, then a true division."""
+    return 1.0 / torch.sqrt(_fp32("rsqrt", x))
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-x)) of fp32 ``x``, each step rounded to fp32."""
+    return 1.0 / (1.0 + exp(-x))
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(x) of fp32 ``x``. Not x / (1 + exp(-x)), whose bits differ."""
+    return x * sigmoid(x)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """x where x > 20, else log1p(exp(x)), of fp32 ``x``."""
+    # The clamp keeps inf * 0 out of the gradient of the branch that is not taken.
+    return torch.where(x > 20.0, x, log1p(exp(x.clamp(max=20.0))))
+
+
+def _fp32(function: str, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.float32:
+        raise TypeError(f"{function}: expected torch.float32, found {x.dtype}")
+    return x

@@ -1,0 +1,126 @@
+"""Declaration and dispatch of ops.
+
+A public op is a function with a signature, a docstring and no body. The :func:`op` decorator gives it one: it picks the
+implementation for the device of the op's first tensor, counts what served which case, and marks the calling thread as
+"inside an op", which is how the audit tells the library's arithmetic from stray arithmetic.
+
+No implementation for a device is an error. There is no fallback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from isoexec.contract import CASES, ContractError
+
+_case: contextvars.ContextVar[str | None] = contextvars.ContextVar("isoexec_case", default=None)
+_inside: contextvars.ContextVar[str | None] = contextvars.ContextVar("isoexec_op", default=None)
+_served: Counter[tuple[str, str | None, str]] = Counter()
+_declared: dict[str, OpDeclaration] = {}
+
+
+@dataclass(frozen=True)
+class OpDeclaration:
+    """What is known about an op without running it.
+
+    Attributes:
+        name: ``"<family>.<op>"``, e.g. ``"matmul.linear"``.
+        implementations: device type to ``"module:function"``.
+        hazards: numeric traps that the op's tests cover, one sentence each.
+    """
+
+    name: str
+    implementations: dict[str, str]
+    hazards: tuple[str, ...] = ()
+
+    def resolve(self, device: str):
+        """Import and return the implementation for ``device`` (``"cpu"``, ``"cuda"``).
+
+        Raises:
+            ContractError: the op has no implementation for that device.
+        """
+        try:
+            target = self.implementations[device]
+        except KeyError:
+            raise ContractError(
+                f"op {self.name}: no implementation for device {device!r}; it has {sorted(self.implementations)}"
+            ) from None
+        module, _, function = target.partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+def op(name: str, *, hazards: tuple[str, ...] = (), **implementations: str):
+    """Declare a public op; ``implementations`` maps device types to ``"module:function"``.
+
+    ``module`` is relative to the declaring package when it starts with a dot: ``cpu=".reference:linear"``.
+    """
+
+    def decorate(signature):
+        package = signature.__module__
+        targets = {d: package + t if t.startswith(".") else t for d, t in implementations.items()}
+        declaration = OpDeclaration(name, targets, hazards)
+        if name in _declared:
+            raise ValueError(f"op {name} is declared twice")
+        _declared[name] = declaration
+        resolved = functools.lru_cache(maxsize=None)(declaration.resolve)
+
+        @functools.wraps(signature)
+        def dispatch(*args, **kwargs):
+            device = _device_of(name, args, kwargs)
+            _served[name, _case.get(), declaration.implementations.get(device, device)] += 1
+            token = _inside.set(name)
+            try:
+                return resolved(device)(*args, **kwargs)
+            finally:
+                _inside.reset(token)
+
+        dispatch.declaration = declaration
+        return dispatch
+
+    return decorate
+
+
+def _device_of(name: str, args, kwargs) -> str:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    raise TypeError(f"op {name}: called without a tensor")
+
+
+@contextlib.contextmanager
+def executing(case: str):
+    """Attribute the ops run inside the block to ``case`` (one of :data:`isoexec.contract.CASES`)."""
+    if case not in CASES:
+        raise ContractError(f"unknown case {case!r}; expected one of {CASES}")
+    token = _case.set(case)
+    try:
+        yield
+    finally:
+        _case.reset(token)
+
+
+def current_op() -> str | None:
+    """Name of the op that this thread is inside of, or None."""
+    return _inside.get()
+
+
+def current_case() -> str | None:
+    """Case that this thread executes, or None."""
+    return _case.get()
+
+
+def served() -> dict[tuple[str, str | None, str], int]:
+    """Calls so far by (op, case, implementation)."""
+    return dict(_served)
+
+
+def declarations() -> dict[str, OpDeclaration]:
+    """Every op declared by the families imported so far."""
+    return dict(_declared)

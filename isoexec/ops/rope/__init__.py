@@ -1,0 +1,32 @@
+"""Rotary position embedding. Angles, cos and sin in fp32 from integer positions; the table is never cast to bf16."""
+
+from isoexec.ops._core.registry import op
+
+
+@op("rope.rope_table", cpu=".reference:rope_table", hazards=("cos and sin of a vector tail differ from those of a full vector",))
+def rope_table(positions, rotary_dim, theta):
+    """cos and sin of position * theta^(-2i / rotary_dim).
+
+    Inverse frequencies are computed on the host in double precision and rounded once to fp32; the angle is one fp32 product.
+
+    Args:
+        positions: [T] int64, absolute, >= 0.
+        rotary_dim: even int, leading channels of a head that rotate.
+        theta: float, base.
+
+    Returns:
+        (cos, sin), each [T, rotary_dim / 2] fp32.
+    """
+
+
+@op("rope.apply_rope", cpu=".reference:apply_rope")
+def apply_rope(x, cos, sin):
+    """Rotate the first ``2 * cos.shape[-1]`` channels of each head, halves paired (channel i with i + rotary_dim / 2).
+
+    Args:
+        x: [T, H, K] bf16.
+        cos, sin: [T, rotary_dim / 2] fp32.
+
+    Returns:
+        [T, H, K] bf16, rotation in fp32, one rounding; other channels unchanged. Differentiable in ``x``.
+    """
