@@ -8,6 +8,7 @@ somebody's work in progress, and no tool here throws that away unless told to.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 from common import Stop, git, git_out
@@ -57,17 +58,29 @@ class BuildTree:
         kept = {text for _, text in series.texts()}
         return [patch.subject for patch in self.patches() if patch.text not in kept]
 
-    def abort_am(self) -> None:
-        """End what an interrupted `git am` left behind (it would refuse to start again)."""
-        if (self.path / ".git" / "rebase-apply").exists():
-            git(self.path, "am", "--quit", check=False)
+    @property
+    def applying(self) -> Path:
+        """Present while a series is being applied: edits found beside it are an interrupted run's, not a person's."""
+        return self.path / ".git" / "isoexec-applying"
+
+    def end_interrupted_apply(self) -> None:
+        """Clear what an apply that was cut off left half-written."""
+        if not self.applying.exists():
+            return
+        (self.path / ".git" / "index.lock").unlink(missing_ok=True)
+        shutil.rmtree(self.path / ".git" / "rebase-apply", ignore_errors=True)
+        git(self.path, "reset", "-q", "--hard", "HEAD")
 
 
 def initialise(path: Path, generated: tuple[str, ...]) -> None:
     """Turn the pristine files at `path` into a repository with the tag `upstream`.
 
-    Everything is committed, also what upstream's .gitignore names, but for `generated`.
+    Everything is committed, also what upstream's .gitignore names; `generated` is removed first, and ignored
+    when installing writes it again.
     """
+    for name in generated:
+        target = path / name
+        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
     git(path, "init", "-q", "-b", "main")
     exclude = [*EXCLUDE, *(f"/{name}" for name in generated)]
     (path / ".git" / "info").mkdir(exist_ok=True)
@@ -81,7 +94,7 @@ def initialise(path: Path, generated: tuple[str, ...]) -> None:
 def apply_series(tree: BuildTree, series: Series, *, discard: bool = False) -> int:
     """Make `tree` upstream plus `series`, keeping the commits that are right already. Returns how many were applied anew."""
     tree.require()
-    tree.abort_am()
+    tree.end_interrupted_apply()
     if not discard:
         work = tree.unexported(series) + tree.edited()
         if work:
@@ -92,11 +105,12 @@ def apply_series(tree: BuildTree, series: Series, *, discard: bool = False) -> i
     same = 0
     while same < min(len(commits), len(wanted)) and from_commit(tree.path, commits[same]) == wanted[same][1]:
         same += 1
-    base = commits[same - 1] if same else UPSTREAM
-    git(tree.path, "reset", "-q", "--hard", base)
+    tree.applying.touch()
+    git(tree.path, "reset", "-q", "--hard", commits[same - 1] if same else UPSTREAM)
     tree.mark_applied()
     for name, patch in wanted[same:]:
         _apply(tree, name, patch)
+    tree.applying.unlink()
     return len(wanted) - same
 
 
@@ -107,6 +121,7 @@ def _apply(tree: BuildTree, name: str, patch: Patch) -> None:
         tree.mark_applied()
         return
     git(tree.path, "am", "--abort", check=False)
+    tree.applying.unlink()
     raise Stop(f"a patch does not apply: {tree.name}/{name}", expected=f"it applies to {git_out(tree.path, 'describe', '--tags', '--always')} of {tree.path}",
                found=done.stderr.strip() or done.stdout.strip(),
                do="the tree stands at the last patch that applied: make the change there anew, commit it with the patch's message,\n"

@@ -1,0 +1,39 @@
+# IsoExec. `make help` lists the verbs.
+#
+# BACKEND=auto|cpu|cuda   auto: cuda if an NVIDIA GPU is visible, else cpu
+# ISOEXEC_ARCHIVES=DIR    take archives and wheels from DIR (see `make bundle`)
+# ISOEXEC_PYTHON=PATH     the Python 3.12 to use, if it is not found
+
+BACKEND ?= auto
+export BACKEND
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+chosen = $(shell scripts/build --backend $(BACKEND) --which)
+bin = build/$(chosen)/venv/bin
+
+.PHONY: help build test verify-logprobs patches-check lock clean distclean
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+build: ## trees, patches and environment in build/<backend>/ (again: only what changed)
+	@scripts/build --backend $(BACKEND)
+
+test: build patches-check ## the test suite, in the built environment (ARGS= goes to pytest)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(bin)/python -m pytest $(ARGS)
+
+verify-logprobs: build ## both runtimes on the same tokens: logprobs must be equal, bit for bit (MODEL=, ARGS=)
+	@$(bin)/isoexec verify $(if $(MODEL),--model "$(MODEL)") $(if $(FULL),--full) $(ARGS)
+
+patches-check: ## prove from the archives that the patch series, their export and the built trees agree
+	@scripts/patches check --backend $(chosen)
+
+lock: ## write requirements/*.txt anew from requirements/*.in (ARGS=--upgrade)
+	@scripts/lock $(ARGS)
+
+clean: ## remove build/ (unexported commits in build trees included)
+	@scripts/build --clean
+
+distclean: clean ## also remove downloads and the filled third_party folders
+	@scripts/vendor empty && rm -rf .cache
