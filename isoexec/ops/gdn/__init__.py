@@ -1,0 +1,124 @@
+"""Gated DeltaNet: causal convolution, gating, l2norm and the delta-rule core `cpr_wy`, for trainer, prefill and decode.
+
+One chunk size C serves every case (a contract constant). Per value head, with S_t [V, K]:
+S_t = e^{g_t} S_{t-1} + beta_t (v_t - e^{g_t} S_{t-1} k_t) k_t^T,  o_t = scale S_t q_t.
+Source: Gated Delta Networks (arXiv 2412.06464); the schedule is docs/gdn.md and docs/schedule.md.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from isoexec.ops._core.registry import op
+from isoexec.ops.gdn.state import Plan, StatePool, join_planes, split_planes
+
+__all__ = ["Plan", "StatePool", "conv1d", "conv1d_step", "cpr_wy", "cpr_wy_decode", "cpr_wy_prefill", "gating", "join_planes",
+           "l2norm", "split_planes"]  # fmt: skip
+
+_CORE_HAZARDS = (
+    "the cumulative decay is one sequential fp32 sum in every case",
+    "rows that are not there yet are +0.0 by selection, never by multiplication",
+    "0 * inf in a tile product reaches earlier rows: non-finite rows are refused",
+    "a slot's stale contents must not enter a new sequence",
+    "index arithmetic on the pool overflows int32",
+)
+
+
+@op("gdn.conv1d", cpu=".reference_conv:conv1d", cuda=".triton_edges:conv1d")
+def conv1d(
+    x: torch.Tensor, weight: torch.Tensor, plan: Plan, window: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal depthwise convolution with silu over a packed batch.
+
+    Args:
+        x: [T, D] bf16.
+        weight: [D, W] bf16, oldest tap first.
+        plan: the batch; a sequence whose start is 0 has zeros before it.
+        window: [N, W-1, D] bf16, the last W-1 inputs of each sequence (None: all start here).
+
+    Returns:
+        y [T, D] bf16 = bf16(silu(fp32 sum, oldest tap first)); the window after the last token, [N, W-1, D].
+    """
+
+
+@op("gdn.conv1d_step", cpu=".reference_conv:conv1d_step", cuda=".triton_edges:conv1d_step")
+def conv1d_step(
+    x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, slots: torch.Tensor, null_slot: int = -1
+) -> torch.Tensor:
+    """One token per lane. x [B, D]; window [slots, W-1, D], advanced in place; slots [B] int32, < 0 or null_slot: inert."""
+
+
+@op("gdn.gating", cpu=".reference_conv:gating", cuda=".triton_edges:gating",
+    hazards=("A_log and dt_bias are fp32: exp(A_log) in bf16 is another number",))  # fmt: skip
+def gating(
+    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a, b [T, HV] bf16; A_log, dt_bias [HV] fp32 -> g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), fp32."""
+
+
+@op("gdn.l2norm", cpu=".reference_conv:l2norm", cuda=".triton_edges:l2norm")
+def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x [..., K] bf16 -> bf16(x rsqrt(sum x^2 + eps)), the sum by the fixed row sum."""
+
+
+@op("gdn.cpr_wy", cpu=".cpu:train", cuda=".triton_core:train", hazards=_CORE_HAZARDS)
+def cpr_wy(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    plan: Plan,
+    scale: float | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Trainer: whole sequences, packed, differentiable in q, k, v, g, beta.
+
+    Args:
+        q, k: [T, H, K] bf16, l2-normalised.
+        v: [T, HV, V] bf16; value head h reads key head h // (HV // H).
+        g, beta: [T, HV] fp32; g <= 0.
+        plan: lengths of the packed sequences, all starting at position 0, and C.
+        scale: of the query, K**-0.5 by default.
+        out_dtype: bf16, or fp32 for the value before the rounding.
+
+    Returns:
+        o [T, HV, V].
+
+    Raises:
+        ContractError: a row is not finite (CPU; on a GPU its own output is not finite).
+    """
+
+
+@op("gdn.cpr_wy_prefill", cpu=".cpu:prefill", cuda=".triton_core:prefill", hazards=_CORE_HAZARDS)
+def cpr_wy_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    plan: Plan,
+    pool: StatePool,
+    slots: torch.Tensor,
+    scale: float | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """A piece of each sequence: resumes ``slots`` [N] int32 at ``plan.starts`` and advances them in place. As `cpr_wy`."""
+
+
+@op("gdn.cpr_wy_decode", cpu=".cpu:decode", cuda=".triton_core:decode", hazards=_CORE_HAZARDS)
+def cpr_wy_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    pool: StatePool,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float | None = None,
+    null_slot: int = -1,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """One token per lane. q, k [B, H, K], v [B, HV, V], g, beta [B, HV]; slots, positions [B] int32: the lane's slot (< 0 or
+    null_slot: inert, its output is +0.0) and the token's absolute position. Advances the slots in place -> o [B, HV, V]."""

@@ -1,0 +1,119 @@
+"""State of Gated DeltaNet in a paged pool, and the chunk tables of a packed batch.
+
+A slot holds the boundary state S of the last complete chunk and the rows of the open chunk. S is fp32 kept as two 16-bit planes:
+the high one *is* the bf16 operand of every matrix product that reads S, so decode reads half the bytes, and no second copy exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from isoexec.contract import ContractError
+
+CHUNK_SIZES = (16, 32, 64)
+
+
+def split_planes(S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 ``S`` -> (high plane bf16, low plane int16), lossless.
+
+    high = (bits + 0x8000) >> 16, round to nearest with ties away from zero. Ties to even would not do: two values whose low
+    halves are equal could share a high plane.
+    """
+    bits = S.contiguous().view(torch.int32)
+    high = ((bits + 0x8000) >> 16).to(torch.int16)
+    return high.view(torch.bfloat16), bits.to(torch.int16)
+
+
+def join_planes(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Inverse of :func:`split_planes`: fp32."""
+    carry = (low < 0).to(torch.int32)  # the low half was >= 0x8000: the high plane was rounded up
+    bits = ((high.contiguous().view(torch.int16).to(torch.int32) - carry) << 16) | (low.to(torch.int32) & 0xFFFF)
+    return bits.view(torch.float32)
+
+
+@dataclass(frozen=True)
+class StatePool:
+    """One layer's slots. Views into a page are fine: the first dimension may have any stride, the others are contiguous.
+
+    Attributes:
+        high: [slots, HV, V, K] bf16, high plane of S.
+        low: [slots, HV, V, K] int16, low plane of S.
+        k: [slots, H, C, K] bf16, normalised keys of the open chunk.
+        rhs: [slots, HV, C, V] bf16, beta_t (v_t - e^{G_t} S k_t) of the open chunk, as the solve consumes it.
+        gates: [slots, HV, 2, C] fp32, cumulative log decay G and beta of the open chunk.
+    """
+
+    high: torch.Tensor
+    low: torch.Tensor
+    k: torch.Tensor
+    rhs: torch.Tensor
+    gates: torch.Tensor
+
+    @staticmethod
+    def spec(H: int, HV: int, K: int, V: int, chunk: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Field -> (shape of one slot, dtype)."""
+        return {
+            "high": ((HV, V, K), torch.bfloat16),
+            "low": ((HV, V, K), torch.int16),
+            "k": ((H, chunk, K), torch.bfloat16),
+            "rhs": ((HV, chunk, V), torch.bfloat16),
+            "gates": ((HV, 2, chunk), torch.float32),
+        }
+
+    @classmethod
+    def empty(cls, slots: int, H: int, HV: int, K: int, V: int, chunk: int, device="cpu") -> StatePool:
+        """Uninitialised pool: a slot's contents matter only once its sequence has written them."""
+        fields = cls.spec(H, HV, K, V, chunk)
+        return cls(**{f: torch.empty(slots, *s, dtype=d, device=device) for f, (s, d) in fields.items()})
+
+    @property
+    def chunk(self) -> int:
+        return self.k.shape[2]
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.high, self.low, self.k, self.rhs, self.gates
+
+    def live(self, slot: int, position: int) -> tuple[torch.Tensor, ...]:
+        """What a slot means after ``position`` tokens: S (fp32) and the open rows of k, rhs and gates."""
+        t = position % self.chunk
+        S = join_planes(self.high[slot], self.low[slot])
+        S = S if position >= self.chunk else torch.zeros_like(S)
+        return S, self.k[slot, :, :t], self.rhs[slot, :, :t], self.gates[slot, :, :, :t]
+
+
+class Plan:
+    """Chunk tables of a packed batch, built once on the host and shared by every layer.
+
+    Args:
+        lengths: new tokens of each sequence (0 allowed).
+        chunk: C.
+        starts: tokens each sequence has already seen (default 0): chunks are aligned to absolute position 0.
+        device: where the int32 tables live.
+    """
+
+    def __init__(self, lengths: list[int], chunk: int, starts: list[int] | None = None, device="cpu"):
+        starts = [0] * len(lengths) if starts is None else list(starts)
+        if chunk not in CHUNK_SIZES:
+            raise ContractError(f"gdn: chunk size {chunk} is not one of {CHUNK_SIZES}")
+        if len(starts) != len(lengths) or min([0, *lengths, *starts]) < 0:
+            raise ContractError(f"gdn: lengths {lengths} and starts {starts} do not describe a packed batch")
+        self.chunk, self.lengths, self.starts = chunk, list(lengths), starts
+        self.offsets, self.first_chunk, owner, local = [0], [], [], []
+        for n, (length, start) in enumerate(zip(lengths, starts)):
+            self.offsets.append(self.offsets[-1] + length)
+            self.first_chunk.append(len(owner))
+            count = -(-(start % chunk + length) // chunk) if length else 0
+            owner += [n] * count
+            local += range(count)
+        self.tokens, self.chunks = self.offsets[-1], len(owner)
+        table = torch.tensor([self.offsets[:-1], lengths, starts, self.first_chunk], dtype=torch.int32)
+        self.sequence_table = table.T.contiguous().to(device)  # [N, 4]: first row, length, start, first chunk
+        self.chunk_table = torch.tensor([owner, local], dtype=torch.int32).T.contiguous().to(device)  # [chunks, 2]
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens, chunk: int, starts=None, device="cpu") -> Plan:
+        """From cumulative lengths (list or host tensor); repeated entries are sequences of length 0."""
+        cu = [int(c) for c in cu_seqlens]
+        return cls([b - a for a, b in zip(cu, cu[1:])], chunk, starts, device)
