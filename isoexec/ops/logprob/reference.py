@@ -1,0 +1,102 @@
+"""Log-softmax and token logprob of the CPU backend, a few rows at a time: a row of the vocabulary is large."""
+
+from __future__ import annotations
+
+import torch
+
+from isoexec.contract import ContractError
+from isoexec.ops._core import math
+from isoexec.ops._core.rowsum import row_sum, tree_sum
+from isoexec.ops.collective.reference import all_gather, group_size
+
+_BLOCK_ELEMENTS = 1 << 20  # logits per pass; exp keeps several fp64 copies of them
+
+
+def _row_blocks(logits: torch.Tensor):
+    step = max(_BLOCK_ELEMENTS // max(logits.shape[1], 1), 1)
+    return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
+
+
+def scale_by_temperature(logits, temperature):
+    _expect_fp32("scale_by_temperature", logits)
+    _expect_fp32("scale_by_temperature", temperature)
+    return logits / (temperature.unsqueeze(-1) if temperature.dim() else temperature)
+
+
+def _expect_fp32(op: str, x: torch.Tensor) -> None:
+    if x.dtype != torch.float32:
+        raise ContractError(f"logprob.{op}: expected torch.float32, found {x.dtype}; logits and temperature are never rounded")
+
+
+def _block_sums(logits, maximum, vocab_block):
+    """Sums of exp(logits - maximum) over each block of the vocabulary: [T, V] fp32 -> [T, blocks]; selected-out entries are -inf."""
+    out = []
+    for rows in _row_blocks(logits):
+        x = torch.nn.functional.pad(logits[rows], (0, -logits.shape[1] % vocab_block), value=-torch.inf)
+        out.append(row_sum(math.exp(x - maximum[rows, None]).unflatten(-1, (-1, vocab_block))))
+    return torch.cat(out) if out else logits.new_zeros(0, -(-logits.shape[1] // vocab_block))
+
+
+def _normaliser(sums):
+    """Tree over the block sums [T, blocks] of the whole vocabulary -> [T]; absent blocks are +0.0, which changes no sum."""
+    blocks = sums.shape[1]
+    return tree_sum(torch.nn.functional.pad(sums, (0, (1 << (blocks - 1).bit_length()) - blocks)).t())
+
+
+def log_softmax(logits, *, vocab_size, vocab_block):
+    _expect_fp32("log_softmax", logits)
+    real = logits[:, :vocab_size]
+    maximum = real.amax(-1)
+    log_sum = math.log(_normaliser(_block_sums(real, maximum, vocab_block)))
+    out = torch.full_like(logits, -torch.inf)
+    out[:, :vocab_size] = (real - maximum[:, None]) - log_sum[:, None]
+    return out
+
+
+class _TokenLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, tokens, vocab_size, vocab_block, tp):
+        width = logits.shape[1]
+        first = 0 if tp is None else torch.distributed.get_rank(tp.group) * width
+        real = logits[:, : max(vocab_size - first, 0)]
+        # A shard may hold padding only; its maximum must not decide.
+        maximum = real.amax(-1) if real.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
+        local = tokens - first
+        mine = (local >= 0) & (local < real.shape[1])
+        target = logits.gather(1, torch.where(mine, local, 0).unsqueeze(-1)).squeeze(-1)
+        if tp is not None:
+            maximum = all_gather(maximum, tp.group).amax(0)
+        blocks = -(-width // vocab_block)
+        sums = _block_sums(real, maximum, vocab_block)
+        if tp is not None:
+            sums = torch.nn.functional.pad(sums, (0, blocks - sums.shape[1]))
+            sums = all_gather(sums, tp.group).transpose(0, 1).flatten(1)
+            target = all_gather(target, tp.group).gather(0, (tokens // width).unsqueeze(0)).squeeze(0)
+        total = _normaliser(sums)
+        ctx.save_for_backward(logits, maximum, total, local, mine)
+        ctx.real = real.shape[1]
+        return (target - maximum) - math.log(total)
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, maximum, total, local, mine = ctx.saved_tensors
+        out = torch.zeros_like(logits)
+        for rows in _row_blocks(logits):
+            p = torch.exp(logits[rows, : ctx.real] - maximum[rows, None]) / total[rows, None]
+            out[rows, : ctx.real] = p * -grad[rows, None]
+        owned = mine.nonzero().squeeze(-1)
+        out[owned, local[owned]] += grad[owned]
+        return out, None, None, None, None
+
+
+def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):
+    _expect_fp32("token_logprob", logits)
+    ranks = group_size(tp)
+    if ranks > 1 and logits.shape[1] % vocab_block:
+        raise ContractError(
+            f"logprob.token_logprob: a vocabulary shard of {logits.shape[1]} is not whole blocks of {vocab_block}; "
+            "pad the vocabulary (Megatron: make-vocab-size-divisible-by) to a multiple of block * tensor-parallel degree"
+        )
+    if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
+        raise ContractError(f"logprob.token_logprob: token ids lie outside [0, {vocab_size}); mask ignored positions before the call")
+    return _TokenLogprob.apply(logits, tokens.to(torch.int64), vocab_size, vocab_block, tp if ranks > 1 else None)

@@ -1,0 +1,111 @@
+"""Matrix products of the CPU backend: fp32 tiles of one shape, [32, K] x [K, 64], so that the BLAS picks one order of additions.
+
+A wider call is faster, but its blocking may follow the number of rows or columns. Tiles are padded with zeros and batched: a batched
+product gives every tile the bits of that tile alone (tests/ops/test_matmul.py shows it for batch, position, layout and threads).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from isoexec.contract import ContractError
+from isoexec.ops._core.rowsum import tree_sum
+from isoexec.ops.collective.reference import all_gather, group_size, own_rows, sum_over_ranks
+
+ROWS, COLUMNS = 32, 64
+# Weights become fp32 a panel at a time: the copy stays in cache, and a vocabulary head does not double in memory.
+_PANEL_ELEMENTS = 1 << 20
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One leaf: ``x`` [M, K] times ``weight`` [N, K] transposed, both exact in fp32 -> [M, N] fp32, ascending K."""
+    if torch.get_float32_matmul_precision() != "highest":
+        raise ContractError(
+            f"matmul: float32_matmul_precision is {torch.get_float32_matmul_precision()!r}, the schedule needs 'highest'; "
+            "remove the call of torch.set_float32_matmul_precision"
+        )
+    (M, K), N = x.shape, weight.shape[0]
+    row_tiles = -(-M // ROWS)
+    tiles = pad(x.float(), (0, 0, 0, -M % ROWS)).reshape(row_tiles, ROWS, K)
+    out = x.new_empty(row_tiles, ROWS, N, dtype=torch.float32)
+    panel = max(_PANEL_ELEMENTS // max(K, 1) // COLUMNS, 1) * COLUMNS
+    for first in range(0, N, panel):
+        w = weight[first : first + panel].float()
+        columns = w.shape[0]
+        w = pad(w, (0, 0, 0, -columns % COLUMNS)).unflatten(0, (-1, COLUMNS)).mT
+        for tile, target in zip(tiles, out[:, :, first : first + panel]):
+            y = torch.bmm(tile.expand(w.shape[0], ROWS, K), w)
+            target.copy_(y.transpose(0, 1).reshape(ROWS, -1)[:, :columns])
+    return out.view(row_tiles * ROWS, N)[:M]
+
+
+class _Linear(torch.autograd.Function):
+    """Leaves 1 and no group: ``linear`` and ``lm_head``. Otherwise one rank's part of a row-parallel product."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, leaves, tp, dtype):
+        ctx.save_for_backward(x, weight)
+        ctx.tp, ctx.bias_dtype = tp, None if bias is None else bias.dtype
+        rows = x.flatten(0, -2)
+        if leaves == 1:
+            y = product(rows, weight)
+        else:
+            parts = zip(rows.chunk(leaves, -1), weight.chunk(leaves, -1))
+            y = tree_sum(torch.stack([product(x_leaf, w_leaf) for x_leaf, w_leaf in parts]))
+        if tp is not None:
+            y = sum_over_ranks(y, tp.group)
+            if tp.sequence_parallel:
+                y = own_rows(y, tp.group)
+        if bias is not None:
+            y = y + bias.float()
+        y = y.to(dtype)
+        return y if tp is not None and tp.sequence_parallel else y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # Gradients promise determinism, not the schedule's bits: plain fp32 products (far faster than bf16 ones on a CPU).
+        x, weight = ctx.saved_tensors
+        g = grad.flatten(0, -2).float()
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_bias = g.sum(0).to(ctx.bias_dtype)
+        if ctx.tp is not None and ctx.tp.sequence_parallel:
+            g = all_gather(g, ctx.tp.group).flatten(0, 1)
+        if ctx.needs_input_grad[0]:
+            grad_x = (g @ weight.float()).to(x.dtype).view_as(x)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (g.mT @ x.flatten(0, -2).float()).to(weight.dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _same_k(op: str, x, weight) -> None:
+    if x.shape[-1] != weight.shape[-1]:
+        raise ContractError(f"{op}: x has K = {x.shape[-1]}, weight has K = {weight.shape[-1]}; pass matching shards of K")
+
+
+def linear(x, weight, bias=None):
+    _same_k("matmul.linear", x, weight)
+    return _Linear.apply(x, weight, bias, 1, None, x.dtype)
+
+
+def lm_head(x, weight):
+    _same_k("matmul.lm_head", x, weight)
+    return _Linear.apply(x, weight, None, 1, None, torch.float32)
+
+
+def row_parallel_linear(x, weight, *, leaves, tp=None, bias=None):
+    _same_k("matmul.row_parallel_linear", x, weight)
+    ranks = group_size(tp)
+    K = x.shape[-1] * ranks
+    if leaves < 1 or leaves & (leaves - 1) or leaves % ranks:
+        raise ContractError(
+            f"matmul.row_parallel_linear: {leaves} leaves for {ranks} tensor-parallel ranks; expected a power of two that the degree "
+            "divides: lower the degree, or build a contract with a larger numerics.row_leaves"
+        )
+    if K % (leaves if leaves == 1 else 16 * leaves):
+        raise ContractError(
+            f"matmul.row_parallel_linear: K = {K} is not a multiple of 16 * G = {16 * leaves}; "
+            "build a contract whose numerics.row_leaves fits the model"
+        )
+    return _Linear.apply(x, weight, bias, leaves // ranks, tp, x.dtype)

@@ -1,0 +1,117 @@
+"""Router and combine of the CPU backend (docs/schedule.md, router and combine)."""
+
+from __future__ import annotations
+
+import torch
+
+from isoexec.contract import ContractError
+from isoexec.ops._core import math
+from isoexec.ops._core.rowsum import row_sum, tree_sum
+from isoexec.ops.matmul.reference import lm_head
+from isoexec.ops.moe import SCORING
+from isoexec.ops.moe.parallel import gather_rows, local_groups, sum_partials
+
+router_logits = lm_head  # the same product: bf16 operands, fp32 accumulation, no rounding to bf16
+
+
+def scores(logits, scoring):
+    """[T, E] fp32 scores; differentiable."""
+    if scoring == "sigmoid":
+        return math.sigmoid(logits)
+    if scoring != "softmax":
+        raise ContractError(f"op moe.route: scoring {scoring!r} is unknown; expected one of {SCORING}")
+    # The maximum is exact and its gradient cancels, so it is a constant.
+    e = math.exp(logits - logits.detach().amax(-1, keepdim=True))
+    return e / row_sum(e).unsqueeze(-1)
+
+
+def rank(key, top_k):
+    """Indices [T, k] of the largest entries of ``key`` [T, E] in rank order: ties to the lowest index, NaN below every number."""
+    key = torch.where(key.isnan(), -torch.inf, key)
+    return key.sort(-1, descending=True, stable=True).indices[:, :top_k]
+
+
+def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, scale=1.0):
+    if not 1 <= top_k <= logits.shape[-1]:
+        raise ContractError(f"op moe.route: top_k {top_k} is outside 1..{logits.shape[-1]}, the number of experts")
+    if expert_bias is not None and scoring != "sigmoid":
+        raise ContractError(f"op moe.route: expert_bias needs scoring 'sigmoid', found {scoring!r}; the bias would move softmax's sum")
+    score = scores(logits, scoring)
+    with torch.no_grad():
+        experts = rank(score if expert_bias is None else score + expert_bias, top_k)
+    weights = score.gather(-1, experts)
+    if renormalize:
+        total = weights[:, 0]
+        for r in range(1, top_k):
+            total = total + weights[:, r]
+        weights = weights / (total + 1e-20 if scoring == "sigmoid" else total).unsqueeze(-1)
+    if scale != 1.0:
+        weights = weights * torch.tensor(scale, dtype=torch.float32)
+    return weights, experts
+
+
+def group_partials(values, weights, experts, first_expert, groups, experts_per_group):
+    """Sums [G, T, D] fp32 of weight * value over each of ``groups`` expert groups, ascending expert index, from +0.0.
+
+    A step adds one pair of every token, so no two additions of a step meet; a token's pairs are visited in the order of its experts.
+    """
+    ascending = experts.argsort(-1)
+    experts, weights = experts.gather(-1, ascending), weights.gather(-1, ascending)
+    group = (experts - first_expert).div(experts_per_group, rounding_mode="floor")
+    T, k, D = values.shape
+    sums = torch.zeros(groups, T, D, dtype=torch.float32, device=values.device)
+    every = torch.arange(T, device=values.device)
+    for r in range(k):
+        own = every[(group[:, r] >= 0) & (group[:, r] < groups)]  # other ranks' pairs are left out, not multiplied by zero
+        at = group[own, r], own
+        term = values[own, ascending[own, r]].float() * weights[own, r, None]
+        sums[at] = sums[at] + term
+    return sums
+
+
+def weighted_total(values, weights, experts, shared, first_expert, groups, experts_per_group, rows, ep):
+    """The combine before its rounding, [T, D] fp32."""
+    partial = tree_sum(group_partials(values, weights, experts, first_expert, groups, experts_per_group))
+    total = sum_partials(partial, ep, rows)
+    return total if shared is None else total + shared.float()
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, weights, experts, shared, first_expert, groups, experts_per_group, rows, ep):
+        ctx.ep, ctx.rows = ep, rows
+        ctx.save_for_backward(values, weights)
+        return weighted_total(values, weights, experts, shared, first_expert, groups, experts_per_group, rows, ep).to(torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx, grad):
+        values, weights = ctx.saved_tensors
+        every = (grad if ctx.rows is None else gather_rows(grad, ctx.ep, ctx.rows)).float().unsqueeze(1)
+        # The value of a pair that is not held is +0.0, hence its weight's gradient too: ranks' gradients add up in dispatch's backward.
+        grad_values = (every * weights.unsqueeze(-1)).to(values.dtype)
+        return grad_values, row_sum(every * values.float()), None, grad, None, None, None, None, None
+
+
+def combine(values, weights, experts, shared=None, *, num_experts, combine_groups, rows=None, ep=None):
+    first_expert, groups = local_groups(num_experts, combine_groups, ep)
+    return _Combine.apply(values, weights, experts, shared, first_expert, groups, num_experts // combine_groups, rows, ep)
+
+
+def tokens_per_expert(experts, *, num_experts, valid=None):
+    return (experts if valid is None else experts[valid]).flatten().bincount(minlength=num_experts)
+
+
+def load_balancing_loss(logits, counts, *, total_tokens, top_k, coefficient, scoring="softmax", valid=None):
+    if valid is not None:
+        logits = logits[valid]
+    score = scores(logits, scoring)
+    if scoring == "sigmoid":
+        score = score / (row_sum(score).unsqueeze(-1) + 1e-20)
+    per_expert = row_sum(score.T) * counts.to(torch.float32)
+    factor = logits.shape[-1] * coefficient / (top_k * total_tokens * total_tokens)
+    return row_sum(per_expert) * torch.tensor(factor, dtype=torch.float32)
+
+
+def update_expert_bias(expert_bias, counts, *, rate):
+    lacking = torch.sign(counts.sum() - counts * counts.numel())
+    return expert_bias + lacking.to(torch.float32) * torch.tensor(rate, dtype=torch.float32)
