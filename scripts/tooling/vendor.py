@@ -93,17 +93,23 @@ def source(tree: Tree) -> str:
     return f"sha256 {tree.sha256}"
 
 
-def write_pristine(tree: Tree, target: Path, archive: Path | None = None) -> None:
-    """Write the release's files into the new folder `target`; from `archive` if given, else as `source` says."""
-    target.mkdir(parents=True)
-    if archive is None and at_hand(tree) is None and (folder := checked_out(tree)):
-        packed = target.with_name(target.name + ".tar")
-        git(folder, "archive", "--format=tar", f"--output={packed}", tree.commit)
-        with tarfile.open(packed) as tar:
-            tar.extractall(target, filter="data")
-        packed.unlink()
+def write_pristine(tree: Tree, target: Path) -> None:
+    """Write the release's files into the new folder `target`, from where `source` says."""
+    folder = checked_out(tree) if at_hand(tree) is None else None
+    if folder is None:
+        write_pristine_archive(obtain([tree])[tree.archive], target)
         return
-    archive = archive or obtain([tree])[tree.archive]
+    packed = target.with_name(target.name + ".tar")
+    git(folder, "archive", "--format=tar", f"--output={packed}", tree.commit)
+    target.mkdir(parents=True)
+    with tarfile.open(packed) as tar:
+        tar.extractall(target, filter="data")
+    packed.unlink()
+
+
+def write_pristine_archive(archive: Path, target: Path) -> None:
+    """Unpack a source archive without its first folder into the new folder `target`."""
+    target.mkdir(parents=True)
     with tarfile.open(archive) as tar:
         tar.extractall(target, members=_without_first_folder(tar), filter="data")
 
@@ -131,7 +137,7 @@ def fill(pins: Pins) -> None:
                        found=", ".join(sorted(p.name for p in folder.iterdir())[:5]), do="move them away")
         scratch = ROOT / ".cache" / f"fill-{tree.name}"
         shutil.rmtree(scratch, ignore_errors=True)
-        write_pristine(tree, scratch, obtain([tree])[tree.archive])
+        write_pristine_archive(obtain([tree])[tree.archive], scratch)
         for name in tree.generated:
             path = scratch / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
