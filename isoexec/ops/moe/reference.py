@@ -28,7 +28,7 @@ def scores(logits, scoring):
 def rank(key, top_k):
     """Indices [T, k] of the largest entries of ``key`` [T, E] in rank order: ties to the lowest index, NaN below every number."""
     key = torch.where(key.isnan(), -torch.inf, key)
-    return key.sort(-1, descending=True, stable=True).indices[:, :top_k]
+    return key.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
 def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, scale=1.0):
