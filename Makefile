@@ -12,7 +12,7 @@ SHELL := /bin/bash
 chosen = $(shell scripts/build --backend $(BACKEND) --which)
 bin = build/$(chosen)/venv/bin
 
-.PHONY: help build test verify-logprobs patches-check lock clean distclean
+.PHONY: help build test verify-logprobs patches-check lock bundle clean distclean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,7 +32,10 @@ patches-check: ## prove from the archives that the patch series, their export an
 lock: ## write requirements/*.txt anew from requirements/*.in (ARGS=--upgrade)
 	@scripts/lock $(ARGS)
 
-clean: ## remove build/ (unexported commits in build trees included)
+bundle: ## all downloads in one folder, for a machine without an index (ARGS=DIR, default out/bundle)
+	@scripts/bundle $(ARGS)
+
+clean: ## remove build/ (refused while a build tree holds work that is not exported)
 	@scripts/build --clean
 
 distclean: clean ## also remove downloads and the filled third_party folders

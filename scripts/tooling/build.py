@@ -149,11 +149,28 @@ class Build:
         install.install_editable(index.find_uv(), self.venv, ROOT, {})
 
 
+def clean() -> None:
+    """Remove build/, unless a tree in it holds work that exists nowhere else."""
+    work = []
+    for path in sorted((ROOT / "build").glob("*/*/.git")):
+        tree = BuildTree(path.parent.name, path.parent)
+        if tree.exists():
+            work += [f"{tree.path.relative_to(ROOT)}: {line}" for line in tree.unexported(Series.of(tree.name)) + tree.edited()]
+    if work:
+        raise Stop("build/ holds work that is in no series", expected="only commits of the series", found="\n".join(work),
+                   do="`scripts/patches export` keeps it; removing build/ yourself drops it")
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
+
+
 def build(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="scripts/build", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if an NVIDIA GPU is visible, else cpu")
     parser.add_argument("--which", action="store_true", help="only print the backend's name")
+    parser.add_argument("--clean", action="store_true", help="only remove build/")
     options = parser.parse_args(arguments)
+    if options.clean:
+        clean()
+        return
     backend = detect_backend() if options.backend == "auto" else options.backend
     if options.which:
         print(backend)
