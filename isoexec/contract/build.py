@@ -1,0 +1,66 @@
+"""The contract of a checkpoint, from its HF ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from isoexec.contract.errors import ContractError
+from isoexec.contract.types import ExecutionContract, Numerics
+
+#: Widths of one matrix step on every backend; a leaf of a row-parallel product holds whole steps.
+_STEP = 16
+
+
+def read_config(folder) -> dict:
+    """The HF config of a checkpoint folder.
+
+    Raises:
+        ContractError: there is no such folder, or its ``config.json`` is missing, unreadable or names no architecture.
+    """
+    path = Path(folder) / "config.json"
+    if not path.parent.is_dir():
+        raise ContractError(f"model {str(folder)!r}: no such folder; expected a checkpoint in HF format")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ContractError(f"model {str(folder)!r}: config.json is missing; expected a checkpoint in HF format") from None
+    except (OSError, ValueError) as error:
+        raise ContractError(f"model {str(folder)!r}: config.json cannot be read: {error}") from None
+    names = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise ContractError(f"model {str(folder)!r}: config.json: architectures: expected one name, found {names!r}")
+    return config
+
+
+def contract_for_model(folder, backend: str) -> ExecutionContract:
+    """A contract with the default constants, fitted to the model's sizes: as many row leaves, up to 8, as its widths allow.
+
+    Raises:
+        ContractError: see :func:`read_config`; or a width that no number of leaves divides.
+    """
+    config = read_config(folder)
+    return ExecutionContract(config["architectures"][0], backend, Numerics(row_leaves=_row_leaves(config)))
+
+
+def _row_leaves(config: dict) -> int:
+    widths = _row_parallel_widths(config.get("text_config", config))
+    leaves = Numerics().row_leaves
+    while leaves > 1 and any(width % (_STEP * leaves) for width in widths.values()):
+        leaves //= 2
+    for name, width in widths.items():
+        if width % (_STEP * leaves):
+            raise ContractError(f"{name}: {width} is not a multiple of {_STEP}, which row-parallel products need")
+    return leaves
+
+
+def _row_parallel_widths(config: dict) -> dict[str, int]:
+    """K of every row-parallel product, by the config entries it comes from."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if not heads or not hidden:
+        raise ContractError("config.json: num_attention_heads and hidden_size are missing")
+    widths = {"num_attention_heads * head_dim": heads * (config.get("head_dim") or hidden // heads)}
+    for name in ("intermediate_size", "shared_expert_intermediate_size"):
+        if config.get(name):
+            widths[name] = config[name]
+    return widths

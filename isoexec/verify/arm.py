@@ -1,0 +1,192 @@
+"""One arm of the comparison: an engine samples, a trainer scores, the weights move one step, and both do it again."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from isoexec.verify.compare import Comparison, Scored, compare
+from isoexec.verify.progress import Progress
+from isoexec.verify.prompts import make_prompts, packings, request_seeds
+from isoexec.verify.protocol import Worker, WorkerGroup
+from isoexec.verify.settings import EngineRun, EngineShape, Plan, Scoring, Setting
+
+FIRST_WEIGHTS, SECOND_WEIGHTS = "first", "second"
+
+
+@dataclass
+class Sample:
+    """What one setting gave: sequences in the order of the prompts, and the trainer's scores by the scoring's name."""
+
+    setting: Setting
+    weights: str
+    prompts: list[list[int]]
+    seeds: list[int]
+    tokens: list[list[int]]
+    engine: list[Scored]
+    evidence: dict[str, int]
+    trainer: dict[str, list[Scored]] = field(default_factory=dict)
+
+    def sequences(self) -> list[list[list[int]]]:
+        """[prompt, generated tokens] of every sequence."""
+        return [[p, t] for p, t in zip(self.prompts, self.tokens)]
+
+
+@dataclass(frozen=True)
+class ModelUnderTest:
+    """Names and folders of the checkpoint; ``trainer_folder`` differs from ``folder`` only when a fault is planted."""
+
+    name: str
+    folder: Path
+    trainer_folder: Path
+    vocab_size: int
+    contract: Path
+
+
+class ArmRun:
+    """Runs the plan with one engine and one trainer process. The trainer scores while the engine samples the next setting."""
+
+    def __init__(
+        self, arm: str, model: ModelUnderTest, plan: Plan, workers: tuple[Worker, Worker], group: WorkerGroup,
+        work: Path, progress: Progress, timeout: float,
+    ):  # fmt: skip
+        self.arm, self.model, self.plan = arm, model, plan
+        self._engine, self._trainer = workers
+        self._group, self._progress, self._timeout = group, progress, timeout
+        self._contract = str(model.contract) if arm == "isoexec" else None
+        self._shape: EngineShape | None = None
+        self._queue = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{arm}")
+        self._scoring: list[Future] = []
+        self.second_folder = work / f"{model.name}-{arm}-second"
+        self.prompts = make_prompts(plan.prompt_count, model.vocab_size, seed=plan.seed)
+        self.seeds = request_seeds(self.prompts, seed=plan.seed + 1)
+        self.samples: list[Sample] = []
+
+    def run(self) -> list[Comparison]:
+        """Every setting of the plan, compared.
+
+        Raises:
+            WorkerError: a worker failed; the whole group has been stopped.
+        """
+        try:
+            self._enqueue(
+                "open",
+                model=str(self.model.trainer_folder),
+                contract=self._contract,
+                learning_rate=self.plan.learning_rate,
+            )
+            for engine_run in self.plan.engines:
+                self._open(engine_run.shape)
+                for setting in engine_run.before:
+                    self._sample(setting, FIRST_WEIGHTS)
+            self._run_after_sync()
+            for scoring in self._scoring:
+                scoring.result()
+        except BaseException as error:
+            self._group.fail(error)
+            raise
+        finally:
+            self._queue.shutdown(wait=True, cancel_futures=True)
+        return [
+            compare(self.model.name, self.arm, f"{s.setting.name} / {scoring.name}", s.engine, s.trainer[scoring.name])
+            for s in self.samples
+            for scoring in s.setting.scorings
+        ]
+
+    def _run_after_sync(self) -> None:
+        """The engine that is open comes first: its caches hold what the old weights computed."""
+        runs = [r for r in self.plan.engines if r.after_sync]
+        if not runs:
+            return
+        self._step()
+        for engine_run in sorted(runs, key=lambda r: r.shape != self._shape):
+            self._open(engine_run.shape)
+            self._engine.call("sync", self._timeout, weights=str(self.second_folder))
+            for setting in engine_run.after_sync:
+                self._sample(setting, SECOND_WEIGHTS)
+
+    def _open(self, shape: EngineShape) -> None:
+        if shape == self._shape:
+            return
+        began = time.monotonic()
+        self._engine.call(
+            "open", self._timeout, model=str(self.model.folder), contract=self._contract, shape=shape.arguments()
+        )
+        self._shape = shape
+        self._progress(f"{self.arm}: engine {shape.name!r} ready in {time.monotonic() - began:.1f} s")
+
+    def _sample(self, setting: Setting, weights: str) -> None:
+        began = time.monotonic()
+        prompts, seeds = self.prompts[: setting.prompts], self.seeds[: setting.prompts]
+        order = list(range(len(prompts)))
+        if setting.permuted:
+            order = order[1::2] + order[::2][::-1]
+        answer = self._engine.call(
+            "generate",
+            self._timeout,
+            prompts=[prompts[i] for i in order],
+            seeds=[seeds[i] for i in order],
+            temperature=setting.temperature,
+            max_tokens=setting.max_tokens,
+            one_at_a_time=setting.one_at_a_time,
+        )
+        rollouts = [rollout for _, rollout in sorted(zip(order, answer["rollouts"], strict=True), key=lambda pair: pair[0])]
+        sample = Sample(
+            setting,
+            weights,
+            prompts,
+            seeds,
+            tokens=[r["tokens"] for r in rollouts],
+            engine=[Scored(r["logprobs"], r["rows"]) for r in rollouts],
+            evidence=answer["evidence"],
+        )
+        self.samples.append(sample)
+        for scoring in setting.scorings:
+            self._enqueue_score(sample, scoring)
+        count = sum(len(t) for t in sample.tokens)
+        self._progress(f"{self.arm}: {setting.name}: {count} tokens sampled in {time.monotonic() - began:.1f} s")
+
+    def _enqueue_score(self, sample: Sample, scoring: Scoring) -> None:
+        sequences = sample.sequences()
+        lengths = [len(p) + len(t) for p, t in sequences]
+
+        def score():
+            answer = self._trainer.call(
+                "score",
+                self._timeout,
+                sequences=sequences,
+                temperature=sample.setting.temperature,
+                packing=packings(lengths, tokens=scoring.pack_tokens, seed=scoring.pack_seed),
+                grad=scoring.grad,
+                recompute=scoring.recompute,
+            )
+            sample.trainer[scoring.name] = [Scored(a["logprobs"], a["rows"]) for a in answer]
+
+        self._submit(score)
+
+    def _step(self) -> None:
+        sample = next(s for s in self.samples if s.setting.name == self.plan.train_on)
+        shutil.copytree(self.model.folder, self.second_folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin"))
+        result = self._enqueue(
+            "step",
+            sequences=sample.sequences(),
+            temperature=sample.setting.temperature,
+            weights=str(self.second_folder),
+        ).result()
+        self._progress(f"{self.arm}: optimizer step, loss {result['loss']:.4g}, gradient norm {result['grad_norm']:.4g}")
+
+    def _enqueue(self, operation: str, **arguments) -> Future:
+        return self._submit(lambda: self._trainer.call(operation, self._timeout, **arguments))
+
+    def _submit(self, task) -> Future:
+        future = self._queue.submit(task)
+        future.add_done_callback(self._stop_on_failure)
+        self._scoring.append(future)
+        return future
+
+    def _stop_on_failure(self, future: Future) -> None:
+        if not future.cancelled() and future.exception() is not None:
+            self._group.fail(future.exception())

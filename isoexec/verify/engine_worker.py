@@ -1,0 +1,77 @@
+"""The rollout engine's process: samples prompts and reports each sampled token's logprob and the digest of its row."""
+
+from __future__ import annotations
+
+import os
+
+from isoexec.contract import CONTRACT_VARIABLE
+from isoexec.verify.protocol import serve, to_bits
+
+
+class EngineOperations:
+    """One engine at a time; a new shape closes the one before."""
+
+    def __init__(self, engine_class):
+        self._engine_class = engine_class
+        self._engine = None
+
+    def open(self, model: str, contract: str | None, shape: dict) -> None:
+        """Build the engine of ``shape`` (keyword arguments of ``RolloutEngine``) on an HF-format folder."""
+        self.close()
+        choose_contract(contract)
+        self._engine = self._engine_class(model, **shape)
+
+    def generate(self, prompts, seeds, temperature: float, max_tokens: int, one_at_a_time: bool) -> dict:
+        """Sample every prompt. Logprobs are fp32 bit patterns; ``evidence`` counts what the batch exercised."""
+        before = self._engine.num_preemptions
+        batches = [([p], [s]) for p, s in zip(prompts, seeds)] if one_at_a_time else [(prompts, seeds)]
+        rollouts = []
+        for batch_prompts, batch_seeds in batches:
+            rollouts += self._engine.generate(batch_prompts, batch_seeds, temperature, max_tokens, record_rows=True)
+        for prompt, rollout in zip(prompts, rollouts, strict=True):
+            if list(rollout.prompt) != prompt:
+                raise ValueError(f"the engine returned another prompt ({len(rollout.prompt)} tokens) than was sent ({len(prompt)})")
+        return {
+            "rollouts": [
+                {
+                    "tokens": list(r.tokens),
+                    "logprobs": to_bits(r.logprobs),
+                    "rows": None if r.row_digests is None else list(r.row_digests),
+                }
+                for r in rollouts
+            ],
+            "evidence": {
+                "preemptions": self._engine.num_preemptions - before,
+                "cached_tokens": sum(r.num_cached_tokens for r in rollouts),
+            },
+        }
+
+    def sync(self, weights: str) -> None:
+        """Load new weights in place, as after an optimizer step."""
+        self._engine.load_weights(weights)
+
+    def close(self) -> None:
+        """Free the engine."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def choose_contract(path: str | None) -> None:
+    """Name the contract that the next model of this process is built under."""
+    if path is None:
+        os.environ.pop(CONTRACT_VARIABLE, None)
+    else:
+        os.environ[CONTRACT_VARIABLE] = path
+
+
+def start() -> dict:
+    """Import the runtime and return the operations."""
+    from isoexec.runtimes.vllm.engine import RolloutEngine
+
+    operations = EngineOperations(RolloutEngine)
+    return {name: getattr(operations, name) for name in ("open", "generate", "sync", "close")}
+
+
+if __name__ == "__main__":
+    raise SystemExit(serve(start))

@@ -1,0 +1,114 @@
+"""The table, ``verify.json`` and ``verify.png``."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from isoexec.verify.compare import Comparison
+
+_COLUMNS = ("model", "setting", "arm", "tokens", "mean |d|", "max |d|", "std |d|", "bits equal", "rows equal")
+_COLOURS = {"native": "#c44e52", "isoexec": "#4c72b0"}
+
+
+def table(comparisons: list[Comparison]) -> str:
+    """The comparisons as aligned text; d is engine minus trainer in nats."""
+    rows = [_COLUMNS] + [_cells(c) for c in comparisons]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    lines = ["  ".join(cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))) for row in rows]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def write_json(path: Path, comparisons: list[Comparison], details: dict) -> None:
+    """``{"runs": [...], ...details}``; not-finite statistics are null."""
+    document = {"runs": [c.as_run() for c in comparisons], **details}
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_picture(path: Path, comparisons: list[Comparison]) -> None:
+    """Distribution of |d| in both arms, tokens that are exactly equal as a bar of their own, and the largest |d| of every setting."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 0.32 * _setting_count(comparisons) + 2.6), layout="constrained")
+    _draw_distribution(left, comparisons)
+    _draw_settings(right, comparisons)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _cells(c: Comparison) -> tuple[str, ...]:
+    statistics = [_number(value) for value in c.statistics().values()]
+    return (c.model, c.setting, c.arm, str(c.tokens), *statistics, _share(c.bit_equal), _share(c.rows_equal))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "not finite"
+    return "0" if value == 0 else f"{value:.2e}"
+
+
+def _share(value: float | None) -> str:
+    """A percentage that says 100 only when every one is equal."""
+    if value is None:
+        return "-"
+    return "100 %" if value == 1 else f"{min(value * 100, 99.99):.2f} %"
+
+
+def _setting_count(comparisons: list[Comparison]) -> int:
+    return len({(c.model, c.setting) for c in comparisons})
+
+
+def _sizes(comparisons: list[Comparison], arm: str) -> list[float]:
+    return [abs(d) for c in comparisons if c.arm == arm for d in c.differences if math.isfinite(d)]
+
+
+def _arms(comparisons: list[Comparison]) -> list[str]:
+    return [arm for arm in _COLOURS if any(c.arm == arm for c in comparisons)]
+
+
+def _draw_distribution(axes, comparisons: list[Comparison]) -> None:
+    decades, per_decade = range(-8, 2), 4
+    edges = [10 ** (d + i / per_decade) for d in decades for i in range(per_decade)]
+    zero = 10**-9  # where the bar of exact zeros is drawn
+    for offset, arm in enumerate(_arms(comparisons)):
+        sizes = _sizes(comparisons, arm)
+        total = max(len(sizes), 1)
+        kept = [max(s, edges[0]) for s in sizes if s]
+        weights = [1 / total] * len(kept)
+        axes.hist(kept, bins=edges, weights=weights, alpha=0.75, color=_COLOURS[arm], label=f"{arm} ({len(sizes)} tokens)")
+        share = (len(sizes) - len(kept)) / total
+        left = zero * 10 ** (offset * 0.4 - 0.3)
+        axes.bar(left, share, width=left * 1.2, align="edge", color=_COLOURS[arm], alpha=0.75)
+        axes.annotate(f"{share:.1%}" if share < 1 else "100%", (left * 1.5, share), ha="center", va="bottom", fontsize=8)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.12)
+    ticks = [zero, *(10.0**d for d in (-8, -6, -4, -2, 0))]
+    axes.set_xticks(ticks, ["exactly\n0", *(f"$10^{{{d}}}$" for d in (-8, -6, -4, -2, 0))])
+    axes.set_xlabel("|engine logprob − trainer logprob|, nats")
+    axes.set_ylabel("share of tokens")
+    axes.set_title("Difference of the two sides, all settings")
+    axes.legend(frameon=False)
+
+
+def _draw_settings(axes, comparisons: list[Comparison]) -> None:
+    settings = list(dict.fromkeys((c.model, c.setting) for c in comparisons))
+    many_models = len({model for model, _ in settings}) > 1
+    for arm in _arms(comparisons):
+        for c in comparisons:
+            if c.arm == arm and c.finite:
+                y = settings.index((c.model, c.setting))
+                statistics = c.statistics()
+                axes.plot([statistics["mean_abs"], statistics["max_abs"]], [y, y], "-", color=_COLOURS[arm], linewidth=1)
+                axes.plot(statistics["mean_abs"], y, "o", color=_COLOURS[arm], markersize=4)
+                axes.plot(statistics["max_abs"], y, "|", color=_COLOURS[arm], markersize=9)
+    axes.set_xscale("symlog", linthresh=1e-6)
+    axes.set_xlim(left=-2e-7)
+    axes.set_yticks(range(len(settings)), [f"{m}: {s}" if many_models else s for m, s in settings], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("mean (dot) and largest (bar) difference, nats")
+    axes.set_title("By setting")

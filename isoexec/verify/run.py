@@ -1,0 +1,282 @@
+"""``isoexec verify``: start the processes, run both arms, judge, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import shutil
+import signal
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, contract_for_model, read_config
+from isoexec.verify.arm import FIRST_WEIGHTS, ArmRun, ModelUnderTest
+from isoexec.verify.compare import Accuracy, Comparison, accuracy
+from isoexec.verify.plant import plant_ulp
+from isoexec.verify.progress import Progress
+from isoexec.verify.protocol import Worker, WorkerError, WorkerGroup, WorkerRefused
+from isoexec.verify.report import table, write_json, write_picture
+from isoexec.verify.settings import ARCHITECTURES, MAX_MODEL_LEN, Plan, control_plan, full_plan, quick_plan
+from isoexec.verify.verdict import BAD_INPUT, INCONCLUSIVE, Verdict, add_changed_logprobs
+
+ARMS = ("native", "isoexec")
+BACKEND = "cpu"
+_PACKAGES = ("torch", "vllm", "megatron-core", "transformers")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Command line of ``isoexec verify``.
+
+    Attributes:
+        model: HF-format folder, or None to make a random checkpoint of every supported architecture.
+        out: folder for verify.json, verify.png and logs/.
+        plan: what to run.
+        plant: move one weight of the isoexec trainer's copy by one ulp; the run must then report differences.
+        timeout: seconds in which a worker must answer.
+    """
+
+    model: Path | None
+    out: Path
+    plan: Plan
+    plant: bool = False
+    timeout: float = 600.0
+
+
+def make_options(model: str | None, out: str, *, full: bool, plant: bool, timeout: float) -> Options:
+    """Check the inputs before anything is started.
+
+    Raises:
+        ContractError: the model folder cannot be verified; says why in one line.
+    """
+    plan = control_plan() if plant else full_plan() if full else quick_plan()
+    folder = Path(model).resolve() if model else None
+    if folder:
+        check_model(folder)
+    return Options(folder, Path(out), plan, plant, timeout)
+
+
+def verify(options: Options) -> int:
+    """Run everything; returns the exit status.
+
+    0: every isoexec token has equal bits; 1: some differ, or the logprobs are less accurate than allowed; 2: bad input; 3: inconclusive.
+    """
+    logs = options.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    for name in ("verify.json", "verify.png"):  # a run that ends early leaves no older result behind
+        (options.out / name).unlink(missing_ok=True)
+    progress = Progress()
+    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+    work = Path(tempfile.mkdtemp(prefix="isoexec-verify-"))
+    group = WorkerGroup(logs)
+    try:
+        with group:
+            return _Run(options, group, work, progress).run()
+    except (WorkerError, ContractError) as error:
+        first = group.error or error
+        print(f"isoexec verify: {first}", file=progress.stream)
+        return BAD_INPUT if isinstance(first, (WorkerRefused, ContractError)) else INCONCLUSIVE
+    except OSError as error:
+        print(f"isoexec verify: {error}; nothing was concluded", file=progress.stream)
+        return INCONCLUSIVE
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        signal.signal(signal.SIGTERM, previous)
+
+
+class _Run:
+    """State of one run: workers by role and arm, and what they gave."""
+
+    def __init__(self, options: Options, group: WorkerGroup, work: Path, progress: Progress):
+        self._options, self._group, self._work, self._progress = options, group, work, progress
+        self._arms = ("isoexec",) if options.plant else ARMS
+        self._verdict = Verdict()
+        self._comparisons: list[Comparison] = []
+        self._models: dict[str, dict] = {}
+
+    def run(self) -> int:
+        self._start_workers()
+        if self._options.model:
+            self._run_model(self._options.model)
+        else:
+            for architecture in ARCHITECTURES:
+                self._run_model(self._make_checkpoint(architecture))
+        return self._report()
+
+    def _start_workers(self) -> None:
+        model = self._options.model
+        contract = contract_for_model(model, BACKEND) if model else ExecutionContract(ARCHITECTURES[0], BACKEND)
+        first_contract = self._work / "first.contract.json"  # each model's own is named when it is opened
+        first_contract.write_text(contract.to_json(), encoding="utf-8")
+        self._reference = self._group.start("reference", "isoexec.verify.reference_worker", _environment(None))
+        self._workers: dict[str, tuple[Worker, Worker]] = {}
+        for arm in self._arms:
+            environment = _environment(first_contract if arm == "isoexec" else None)
+            self._workers[arm] = (
+                self._group.start(f"engine-{arm}", "isoexec.verify.engine_worker", environment),
+                self._group.start(f"trainer-{arm}", "isoexec.verify.trainer_worker", environment),
+            )
+        self._progress(f"{len(self._group.workers)} processes import their frameworks; logs: {self._options.out / 'logs'}")
+        self._started: set[Worker] = set()
+
+    def _make_checkpoint(self, architecture: str) -> Path:
+        """The reference makes it, while the others still import."""
+        self._await(self._reference)
+        folder = self._work / architecture
+        self._reference.call(
+            "make_checkpoint", self._options.timeout, folder=str(folder), architecture=architecture, seed=0
+        )
+        self._progress(f"made a checkpoint: {architecture}")
+        return folder
+
+    def _run_model(self, folder: Path) -> None:
+        model = self._describe(folder)
+        runs = {arm: self._arm_run(arm, model) for arm in self._arms}
+        with ThreadPoolExecutor(len(runs), thread_name_prefix="arm") as pool:
+            futures = {arm: pool.submit(self._run_arm, arm, run) for arm, run in runs.items()}
+            try:
+                comparisons = [c for future in futures.values() for c in future.result()]
+            except BaseException as error:  # also Ctrl-C: the arms end when their workers do
+                self._group.fail(error)
+                raise
+        samples = {arm: run.samples for arm, run in runs.items()}
+        for arm_samples in samples.values():
+            add_changed_logprobs(arm_samples)
+        errors = {arm: self._accuracy(model, run) for arm, run in runs.items()} if "native" in runs else {}
+        self._verdict.judge_model(model.name, comparisons, samples, errors)
+        self._comparisons += comparisons
+        self._models[model.name] = {
+            "contract_sha256": contract_for_model(folder, BACKEND).digest,
+            "mean_abs_error_to_hf_fp32": {arm: dataclasses.asdict(a) for arm, a in errors.items()},
+            "evidence": {arm: {s.setting.name: s.evidence for s in arm_samples} for arm, arm_samples in samples.items()},
+        }
+
+    def _describe(self, folder: Path) -> ModelUnderTest:
+        config = check_model(folder)
+        contract = self._work / f"{folder.name}.contract.json"
+        contract.write_text(contract_for_model(folder, BACKEND).to_json(), encoding="utf-8")
+        trainer_folder = folder
+        if self._options.plant:
+            trainer_folder = self._work / f"{folder.name}-planted"
+            name = plant_ulp(folder, trainer_folder)
+            self._progress(f"planted: one ulp in the trainer's copy of {name}")
+        return ModelUnderTest(folder.name, folder, trainer_folder, text_config(config)["vocab_size"], contract)
+
+    def _arm_run(self, arm: str, model: ModelUnderTest) -> ArmRun:
+        options = self._options
+        return ArmRun(
+            arm, model, options.plan, self._workers[arm], self._group, self._work, self._progress, options.timeout
+        )
+
+    def _run_arm(self, arm: str, run: ArmRun) -> list[Comparison]:
+        try:
+            for worker in self._workers[arm]:
+                self._await(worker)
+        except WorkerError as error:
+            self._group.fail(error)
+            raise
+        return run.run()
+
+    def _await(self, worker: Worker) -> None:
+        if worker not in self._started:
+            worker.started(self._options.timeout)
+            self._started.add(worker)
+
+    def _accuracy(self, model: ModelUnderTest, run: ArmRun) -> Accuracy:
+        """Both sides of an arm against HF in fp32, over all tokens it generated. Sequences that repeat are scored once."""
+        known: dict[tuple, list[int]] = {}
+        flat: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for sample in run.samples:
+            folder = model.folder if sample.weights == FIRST_WEIGHTS else run.second_folder
+            keys = [(sample.weights, sample.setting.temperature, tuple(p), tuple(t)) for p, t in sample.sequences()]
+            missing = {key: [list(key[2]), list(key[3])] for key in keys if key not in known}
+            scores = self._reference.call(
+                "score",
+                self._options.timeout,
+                model=str(folder),
+                sequences=list(missing.values()),
+                temperature=sample.setting.temperature,
+            )
+            known.update(zip(missing, scores, strict=True))
+            trainer = sample.trainer[sample.setting.scorings[0].name]
+            for key, ours, theirs in zip(keys, sample.engine, trainer, strict=True):
+                for values, side in zip(flat, (ours.logprobs, theirs.logprobs, known[key])):
+                    values += side
+        result = accuracy(*flat)
+        self._progress(
+            f"{run.arm}: mean |logprob - HF fp32|: engine {result.engine:.3e}, trainer {result.trainer:.3e} nats, {result.tokens} tokens"
+        )
+        return result
+
+    def _report(self) -> int:
+        options, status = self._options, self._verdict.status
+        details = {
+            "status": status,
+            "messages": self._verdict.lines(),
+            "models": self._models,
+            "versions": _versions(),
+            "seconds": {"total": round(self._progress.seconds, 1)} | {w.name: w.seconds for w in self._group.workers},
+        }
+        write_json(options.out / "verify.json", self._comparisons, details)
+        write_picture(options.out / "verify.png", self._comparisons)
+        print(table(self._comparisons))
+        for model, entry in self._models.items():
+            for arm, error in entry["mean_abs_error_to_hf_fp32"].items():
+                print(
+                    f"{model}: {arm}: mean |logprob - HF fp32| {error['engine']:.3e} engine, {error['trainer']:.3e} trainer"
+                )
+        for line in self._verdict.lines():
+            print(line)
+        isoexec = [c for c in self._comparisons if c.arm == "isoexec"]
+        print(
+            f"isoexec: {sum(c.equal_tokens for c in isoexec)} of {sum(c.tokens for c in isoexec)} tokens have the same bits on both sides; "
+            f"{self._progress.seconds:.0f} s; {options.out / 'verify.json'}, {options.out / 'verify.png'}"
+        )
+        return status
+
+
+def check_model(folder: Path) -> dict:
+    """The HF config of a model that can be verified.
+
+    Raises:
+        ContractError: not an HF folder, an architecture that is not supported, no safetensors, or too short a context.
+    """
+    config = read_config(folder)
+    architecture = config["architectures"][0]
+    if architecture not in ARCHITECTURES:
+        raise ContractError(
+            f"model {str(folder)!r}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise ContractError(f"model {str(folder)!r}: no *.safetensors file; convert the weights with save_pretrained")
+    text = text_config(config)
+    for name, least in (("vocab_size", 8), ("max_position_embeddings", MAX_MODEL_LEN)):
+        if not isinstance(text.get(name), int) or text[name] < least:
+            raise ContractError(f"model {str(folder)!r}: config.json: {name}: expected at least {least}, found {text.get(name)!r}")
+    return config
+
+
+def text_config(config: dict) -> dict:
+    """The part of an HF config that describes the language model."""
+    return config.get("text_config", config)
+
+
+def _environment(contract: Path | None) -> dict[str, str | None]:
+    """Laid over the environment of a worker: one thread for each of several processes, nothing fetched, CPU only."""
+    return {
+        CONTRACT_VARIABLE: str(contract) if contract else None,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def _raise_interrupt(*_) -> None:
+    raise KeyboardInterrupt

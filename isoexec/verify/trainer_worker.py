@@ -1,0 +1,56 @@
+"""The trainer's process: recomputes logprobs of sampled tokens, takes an optimizer step and exports the weights."""
+
+from __future__ import annotations
+
+from isoexec.verify.engine_worker import choose_contract
+from isoexec.verify.protocol import serve, to_bits
+
+
+class TrainerOperations:
+    """One policy at a time."""
+
+    def __init__(self, trainer_class):
+        self._trainer_class = trainer_class
+        self._trainer = None
+
+    def open(self, model: str, contract: str | None, learning_rate: float) -> None:
+        """Build the trainer on an HF-format folder."""
+        self.close()
+        choose_contract(contract)
+        self._trainer = self._trainer_class(model, lr=learning_rate)
+
+    def score(self, sequences, temperature: float, packing, grad: bool, recompute: bool) -> list[dict]:
+        """Logprobs (fp32 bit patterns) and row digests of the generated tokens of (prompt, tokens) ``sequences``, in their order."""
+        scores = self._trainer.logprobs(
+            [(prompt, tokens) for prompt, tokens in sequences],
+            temperature=temperature,
+            packing=packing,
+            grad=grad,
+            recompute=recompute,
+            with_rows=True,
+        )
+        return [{"logprobs": to_bits(s.logprobs), "rows": s.row_digests} for s in scores]
+
+    def step(self, sequences, temperature: float, weights: str) -> dict:
+        """One optimizer step on ``sequences``, then export to the folder ``weights``. Returns loss and gradient norm."""
+        result = self._trainer.train_step([(p, t) for p, t in sequences], None, temperature)
+        self._trainer.export_hf(weights)
+        return {key: float(result[key]) for key in ("loss", "grad_norm")}
+
+    def close(self) -> None:
+        """Free the trainer."""
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+
+
+def start() -> dict:
+    """Import the runtime and return the operations."""
+    from isoexec.runtimes.megatron.trainer import PolicyTrainer
+
+    operations = TrainerOperations(PolicyTrainer)
+    return {name: getattr(operations, name) for name in ("open", "score", "step", "close")}
+
+
+if __name__ == "__main__":
+    raise SystemExit(serve(start))

@@ -1,0 +1,101 @@
+"""What the comparisons prove: the exit status and the lines that explain it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from isoexec.verify.arm import Sample
+from isoexec.verify.compare import ACCURACY_BOUND, Accuracy, Comparison, accurate_enough, disagreements
+from isoexec.verify.settings import EVIDENCE
+
+EQUAL, DIFFERENT, BAD_INPUT, INCONCLUSIVE = 0, 1, 2, 3
+
+
+@dataclass
+class Verdict:
+    """Lines of each kind; the exit status follows from them."""
+
+    differences: list[str] = field(default_factory=list)
+    inconclusive: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        """A difference is conclusive, so it wins over an unproven setting."""
+        if self.differences:
+            return DIFFERENT
+        return INCONCLUSIVE if self.inconclusive else EQUAL
+
+    def lines(self) -> list[str]:
+        """What to print, the worst first."""
+        kinds = (("DIFFERENT", self.differences), ("INCONCLUSIVE", self.inconclusive), ("warning", self.warnings))
+        return [f"{kind}: {text}" for kind, texts in kinds for text in texts]
+
+    def judge_model(self, name: str, comparisons: list[Comparison], samples: dict[str, list[Sample]], errors: dict[str, Accuracy]):
+        """Judge one model.
+
+        Args:
+            name: of the model.
+            comparisons: of both arms.
+            samples: by arm.
+            errors: accuracy against the reference, by arm.
+        """
+        for c in comparisons:
+            if c.arm == "isoexec":
+                self._judge_isoexec(c)
+        native = [c for c in comparisons if c.arm == "native"]
+        if native and all(c.bit_equal == 1 for c in native):
+            self.warnings.append(f"{name}: every native token is equal too; the comparison may be blind")
+        for arm, arm_samples in samples.items():
+            self._judge_evidence(name, arm, arm_samples)
+        for line in disagreements(_by_request(samples.get("isoexec", []))):
+            self.differences.append(f"{name}: isoexec: {line}")
+        if {"isoexec", "native"} <= errors.keys() and not accurate_enough(errors["isoexec"], errors["native"]):
+            ours, theirs = errors["isoexec"], errors["native"]
+            self.differences.append(
+                f"{name}: mean |logprob - HF fp32| of isoexec is {ours.engine:.3e} (engine) and {ours.trainer:.3e} (trainer), more than "
+                f"{ACCURACY_BOUND} times native's {theirs.engine:.3e} and {theirs.trainer:.3e}"
+            )
+
+    def _judge_isoexec(self, c: Comparison) -> None:
+        if not c.finite:
+            self.differences.append(f"{c.model}: {c.setting}: a logprob is not finite")
+        elif c.bit_equal < 1:
+            self.differences.append(
+                f"{c.model}: {c.setting}: {c.tokens - c.equal_tokens} of {c.tokens} tokens differ, at most by {c.statistics()['max_abs']:.3e} nats"
+            )
+        elif c.equal_rows is None:
+            self.inconclusive.append(f"{c.model}: {c.setting}: full-vocabulary rows were not compared")
+        elif c.rows_equal < 1:
+            self.differences.append(f"{c.model}: {c.setting}: {c.tokens - c.equal_rows} of {c.tokens} full-vocabulary rows differ")
+
+    def _judge_evidence(self, name: str, arm: str, samples: list[Sample]) -> None:
+        for sample in samples:
+            for key in sample.setting.evidence:
+                if not sample.evidence.get(key):
+                    self.inconclusive.append(f"{name}: {arm}: {sample.setting.name}: {EVIDENCE[key]}")
+
+
+def add_changed_logprobs(samples: list[Sample]) -> None:
+    """Count, for every sample at the second weights, first tokens whose logprob differs from the same request's at the first weights."""
+    first = {}
+    for s in samples:
+        for prompt, seed, scored in zip(s.prompts, s.seeds, s.engine):
+            request = (s.setting.temperature, tuple(prompt), seed)
+            if s.weights == "first":
+                first[request] = scored.logprobs[0]
+    for s in samples:
+        if s.weights != "first":
+            requests = [(s.setting.temperature, tuple(p), seed) for p, seed in zip(s.prompts, s.seeds)]
+            s.evidence["changed_logprobs"] = sum(
+                first.get(request, scored.logprobs[0]) != scored.logprobs[0] for request, scored in zip(requests, s.engine)
+            )
+
+
+def _by_request(samples: list[Sample]) -> dict:
+    requests: dict[tuple, list] = {}
+    for s in samples:
+        for prompt, seed, tokens, scored in zip(s.prompts, s.seeds, s.tokens, s.engine):
+            key = (s.weights, s.setting.temperature, tuple(prompt), seed)
+            requests.setdefault(key, []).append((s.setting.name, tokens, scored.logprobs))
+    return requests
