@@ -1,0 +1,111 @@
+"""Micro-batches: sequences packed one after another, or, for kernels that know no packing, padded beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from isoexec.contract import ContractError
+
+Pair = tuple[Sequence[int], Sequence[int]]
+
+
+class MicroBatch(NamedTuple):
+    """Tokens of some sequences and where the logits of their generated tokens lie.
+
+    Attributes:
+        indices: which sequences, in the order of the batch.
+        counts: generated tokens of each.
+        input_ids, position_ids: [1, T] packed, or [B, S] padded; int64.
+        packed: boundaries for Megatron, or None when padded.
+        rows: [N] int64, index of each generated token's logits row in the flattened [batch, token] grid.
+        targets: [N] int64, the generated tokens.
+    """
+
+    indices: list[int]
+    counts: list[int]
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    packed: PackedSeqParams | None
+    rows: torch.Tensor
+    targets: torch.Tensor
+
+
+def groups_of(sequences: Sequence[Pair], packing: Sequence[Sequence[int]] | int) -> list[list[int]]:
+    """Which sequences share a micro-batch.
+
+    Args:
+        sequences: (prompt tokens, generated tokens).
+        packing: the groups themselves (indices into ``sequences``), or a number of tokens that a group may hold; then sequences
+            are taken in order, and one that is longer stands alone.
+
+    Raises:
+        ContractError: the groups leave a sequence out, hold one twice or are empty; or a prompt is empty.
+    """
+    for index, (prompt, _) in enumerate(sequences):
+        if not len(prompt):
+            raise ContractError(f"sequence {index}: expected a prompt of at least one token, found none: its first token has no logits")
+    if not isinstance(packing, int):
+        groups = [list(group) for group in packing]
+        if sorted(i for group in groups for i in group) != list(range(len(sequences))) or not all(groups):
+            raise ContractError(f"packing: expected groups that hold each of {len(sequences)} sequences once, found {groups}")
+        return groups
+    groups, room = [], 0
+    for index, (prompt, generated) in enumerate(sequences):
+        length = len(prompt) + len(generated)
+        if not groups or length > room:
+            groups.append([])
+            room = packing
+        groups[-1].append(index)
+        room -= length
+    return groups
+
+
+def pack(sequences: Sequence[Pair], group: list[int], device, multiple_of: int = 1) -> MicroBatch:
+    """One packed micro-batch; padding up to ``multiple_of`` tokens is a sequence of its own, so that it reaches no other."""
+    tokens = [[*sequences[i][0], *sequences[i][1]] for i in group]
+    padding = -sum(map(len, tokens)) % multiple_of
+    runs = tokens + ([[0] * padding] if padding else [])
+    bounds = torch.tensor([0, *(len(run) for run in runs)]).cumsum(0).to(torch.int32)
+    longest = max(map(len, runs))
+    starts = bounds[: len(group)].tolist()
+    return MicroBatch(
+        group,
+        [len(sequences[i][1]) for i in group],
+        _ids([sum(runs, [])], device),
+        _ids([[p for run in runs for p in range(len(run))]], device),
+        PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds.to(device),
+            cu_seqlens_kv=bounds.to(device),
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        ),
+        *_targets(sequences, group, starts, device),
+    )
+
+
+def pad(sequences: Sequence[Pair], group: list[int], device) -> MicroBatch:
+    """One right-padded micro-batch; a causal mask keeps the padding from what comes before it."""
+    tokens = [[*sequences[i][0], *sequences[i][1]] for i in group]
+    longest = max(map(len, tokens))
+    return MicroBatch(
+        group,
+        [len(sequences[i][1]) for i in group],
+        _ids([run + [0] * (longest - len(run)) for run in tokens], device),
+        _ids([list(range(longest))] * len(group), device),
+        None,
+        *_targets(sequences, group, [b * longest for b in range(len(group))], device),
+    )
+
+
+def _targets(sequences, group, starts, device) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [start + len(sequences[i][0]) - 1 + n for i, start in zip(group, starts, strict=True) for n in range(len(sequences[i][1]))]
+    return _ids(rows, device), _ids([token for i in group for token in sequences[i][1]], device)
+
+
+def _ids(values, device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -1,0 +1,273 @@
+"""A policy in Megatron: scores tokens and takes optimizer steps, under a contract or as upstream does.
+
+With ``ISOEXEC_CONTRACT`` set the patched ``GPTModel`` runs isoexec's ops and sequences are packed. Without it, the native arm runs
+upstream's local layer spec (no Transformer Engine), whose attention takes no packed sequences: the groups of ``packing`` become
+right-padded batches instead, and the logprob is torch's log_softmax of the bf16 logits in fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from megatron.core.device import device_type
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import is_checkpointing
+from megatron.core.transformer.module import Float16Module
+from transformers import AutoConfig
+
+from isoexec.contract import active_contract
+from isoexec.ops._core import registry
+from isoexec.ops._core.bits import row_digests
+from isoexec.runtimes.megatron import checkpoint, packing
+from isoexec.runtimes.megatron import model as models
+from isoexec.runtimes.megatron.groups import ProcessGroups
+from isoexec.runtimes.megatron.scoring import scorer
+from isoexec.runtimes.megatron.packing import MicroBatch, Pair
+
+DEFAULT_PACK = 4096  # tokens
+
+
+class Score(NamedTuple):
+    """Of one sequence: fp32 ``logprobs`` [generated tokens] on the CPU; ``row_digests`` of the fp32 log-probability rows, or None."""
+
+    logprobs: torch.Tensor
+    row_digests: list[str] | None
+
+
+class PolicyTrainer:
+    """An HF checkpoint as a trainable Megatron model.
+
+    Args:
+        model: HF-format folder (config and safetensors).
+        lr: Adam's learning rate.
+        recompute: recompute activations in :meth:`train_step` (full, uniform).
+        tensor_parallel, pipeline_parallel, sequence_parallel: layout; more than one process needs ``torch.distributed`` initialised.
+        seed: of Megatron's random number tracker.
+
+    Raises:
+        ContractError: the checkpoint or the layout is outside the contract.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        lr: float = 1e-3,
+        recompute: bool = False,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        sequence_parallel: bool = False,
+        seed: int = 0,
+    ):
+        self.contract = active_contract()
+        self.hf_config = AutoConfig.from_pretrained(model)
+        self._groups = ProcessGroups(tensor_parallel, pipeline_parallel, seed)
+        try:
+            self._build(model, lr, recompute, sequence_parallel)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, folder: str, lr: float, recompute: bool, sequence_parallel: bool) -> None:
+        groups = self._groups.collection
+        self.device = torch.device(device_type())
+        self.config = models.transformer_config(self.hf_config, groups, sequence_parallel=sequence_parallel)
+        float16 = models.build_model(self.hf_config, self.config, groups, self.device)
+        self.gpt = float16.module
+        models.load(self.gpt, self.hf_config, folder, groups)
+        self.ddp, self.optimizer = models.wrap(float16, self.config, groups, lr)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self._recompute = recompute
+        self._scorer = scorer(self.contract, self.hf_config.vocab_size, groups.tp, sequence_parallel)
+        self._multiple_of = groups.tp.size() if sequence_parallel else 1
+
+    def logprobs(
+        self,
+        sequences: Sequence[Pair],
+        *,
+        temperature: float,
+        recompute: bool = False,
+        packing: Sequence[Sequence[int]] | int = DEFAULT_PACK,
+        with_rows: bool = False,
+        grad: bool = False,
+    ) -> list[Score]:
+        """Logprobs of the generated tokens, per sequence in the given order.
+
+        Args:
+            sequences: (prompt tokens, generated tokens).
+            temperature: of the distribution that was sampled.
+            recompute: take the logprobs from the hidden states that activation recomputation makes during backward.
+            packing: groups of sequences that share a micro-batch, or the tokens of a group.
+            with_rows: add digests of the whole log-probability rows.
+            grad: run forward with gradients, and backward (the gradients are dropped); else forward alone, without gradients.
+
+        Returns:
+            One :class:`Score` per sequence (on the last pipeline stage; elsewhere an empty list).
+        """
+        batches = self._micro_batches(sequences, packing)
+        if recompute:
+            scored = self._score_recomputed(batches, temperature, with_rows)
+        else:
+            step = functools.partial(self._scoring_step, temperature=temperature, with_rows=with_rows)
+            scored = self._run(step, batches, backward=grad)
+        if grad or recompute:
+            self.ddp.zero_grad_buffer()
+        return _by_sequence(batches, scored) if scored else []
+
+    def train_step(self, sequences: Sequence[Pair], advantages=None, temperature: float = 1.0, *, packing=DEFAULT_PACK) -> dict:
+        """One optimizer step on -mean(advantage * logprob) over the generated tokens.
+
+        Args:
+            sequences: (prompt tokens, generated tokens).
+            advantages: a float per sequence, or per sequence a float per generated token; None is 1 everywhere.
+            temperature: of the policy.
+            packing: as in :meth:`logprobs`.
+
+        Returns:
+            ``loss`` and ``grad_norm`` before clipping, floats; ``loss`` is None before the last pipeline stage.
+        """
+        batches = self._micro_batches(sequences, packing)
+        tokens = sum(len(generated) for _, generated in sequences)
+        weights = [_advantages(batch, advantages).to(self.device) * (len(batches) / tokens) for batch in batches]
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with self._recomputation(self._recompute):
+            losses = self._run(functools.partial(self._training_step, temperature=temperature), list(zip(batches, weights)), backward=True)
+        updated, grad_norm, _ = self.optimizer.step()
+        if not updated:
+            raise FloatingPointError(f"train_step: the optimizer refused the step, gradient norm {grad_norm}")
+        return {"loss": sum(losses) / len(batches) if losses else None, "grad_norm": float(grad_norm)}
+
+    def export_hf(self, path: str) -> None:
+        """Write ``path/model.safetensors`` with HF names, bf16; every rank calls, the first tensor-parallel rank writes."""
+        groups = self._groups.collection
+        tensors = checkpoint.hf_tensors(
+            self.gpt, self.hf_config, layer_offset=models.layer_offset(self.gpt, groups), group=groups.tp
+        )
+        tensors = checkpoint.gather_stages(tensors, groups.pp)
+        if groups.tp.rank() == 0 and groups.pp.rank() == 0:
+            checkpoint.save_hf(tensors, path)
+
+    def close(self) -> None:
+        """Free the model and end the process groups that this trainer made."""
+        self.gpt = self.ddp = self.optimizer = None
+        self._groups.close()
+
+    def _micro_batches(self, sequences, packs) -> list[MicroBatch]:
+        groups = packing.groups_of(sequences, packs)
+        if self.contract is None:
+            return [packing.pad(sequences, group, self.device) for group in groups]
+        return [packing.pack(sequences, group, self.device, self._multiple_of) for group in groups]
+
+    def _run(self, step, items: list, *, backward: bool) -> list:
+        """Megatron's pipeline schedule over ``items``; returns what ``step``'s loss functions reported (on the last stage)."""
+        case = "trainer_forward" if backward else "trainer_score"
+        self.ddp.train(backward)
+        with self._executing(case), contextlib.nullcontext() if backward else torch.no_grad():
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(items),
+                model=[self.ddp],
+                num_microbatches=len(items),
+                seq_length=0,  # sequence lengths vary and travel with the activations
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
+
+    def _logits(self, model, batch: MicroBatch) -> torch.Tensor:
+        return model(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed)
+
+    def _scoring_step(self, iterator, model, temperature: float, with_rows: bool):
+        batch = next(iterator)
+
+        def report(logits):
+            logprobs, rows = self._scorer(logits, batch, temperature, with_rows)
+            return logprobs.sum(), (logprobs.detach(), rows)
+
+        return self._logits(model, batch), report
+
+    def _training_step(self, iterator, model, temperature: float):
+        batch, weight = next(iterator)
+
+        def loss_of(logits):
+            logprobs, _ = self._scorer(logits, batch, temperature, False)
+            loss = -(weight * logprobs).sum()
+            return loss, loss.item()
+
+        return self._logits(model, batch), loss_of
+
+    def _score_recomputed(self, batches: list[MicroBatch], temperature: float, with_rows: bool) -> list:
+        """Score the last layer's output as backward recomputed it, one micro-batch after the other."""
+        recomputed = []
+
+        def keep(layer, arguments, output):
+            if is_checkpointing() and torch.is_grad_enabled():  # a checkpoint's first pass runs without gradients
+                recomputed.append(output[0].detach())
+
+        step = functools.partial(self._scoring_step, temperature=temperature, with_rows=False)
+        handle = self.gpt.decoder.layers[-1].register_forward_hook(keep)
+        try:
+            with self._recomputation(True):
+                self._run(step, batches, backward=True)
+        finally:
+            handle.remove()
+        if not self.gpt.post_process:
+            return []
+        with self._executing("trainer_recompute"), torch.no_grad():
+            return [
+                self._scorer(self._head(hidden), batch, temperature, with_rows)
+                for hidden, batch in zip(recomputed, batches, strict=True)
+            ]
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, S, V / tp] of the last layer's output [S, B, D]."""
+        weight = self.gpt.shared_embedding_or_output_weight() if self.gpt.share_embeddings_and_output_weights else None
+        logits, _ = self.gpt.output_layer(self.gpt.decoder.final_layernorm(hidden), weight=weight)
+        return logits.transpose(0, 1).float()
+
+    @contextlib.contextmanager
+    def _recomputation(self, on: bool):
+        """Activation recomputation of the whole stage as one piece, so that a recomputed state rests on recomputed ones alone."""
+        if not on:
+            yield
+            return
+        wanted = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": len(self.gpt.decoder.layers)}
+        before = {name: getattr(self.config, name) for name in wanted}
+        for name, value in wanted.items():
+            setattr(self.config, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self.config, name, value)
+
+    def _executing(self, case: str):
+        return contextlib.nullcontext() if self.contract is None else registry.executing(case)
+
+
+def _advantages(batch: MicroBatch, advantages) -> torch.Tensor:
+    """[generated tokens of the batch] fp32."""
+    parts = []
+    for index, count in zip(batch.indices, batch.counts, strict=True):
+        value = torch.as_tensor(1.0 if advantages is None else advantages[index], dtype=torch.float32)
+        parts.append(value.expand(count) if value.dim() == 0 else value)
+        if parts[-1].shape != (count,):
+            raise ValueError(f"advantages[{index}]: expected a float or {count} floats, found shape {tuple(value.shape)}")
+    return torch.cat(parts)
+
+
+def _by_sequence(batches: list[MicroBatch], scored: list) -> list[Score]:
+    """Scores of the micro-batches, taken apart and put in the order of the sequences."""
+    found = {}
+    for batch, (logprobs, rows) in zip(batches, scored, strict=True):
+        digests = None if rows is None else row_digests(rows)
+        start = 0
+        for index, count in zip(batch.indices, batch.counts, strict=True):
+            part = slice(start, start + count)
+            found[index] = Score(logprobs[part].detach().cpu(), None if digests is None else digests[part])
+            start += count
+    return [found[index] for index in range(len(found))]
