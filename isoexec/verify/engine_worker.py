@@ -19,6 +19,7 @@ class EngineOperations:
         """Build the engine of ``shape`` (keyword arguments of ``RolloutEngine``) on an HF-format folder."""
         self.close()
         choose_contract(contract)
+        self._budget = shape["max_num_batched_tokens"]
         self._engine = self._engine_class(model, **shape)
 
     def generate(self, prompts, seeds, temperature: float, max_tokens: int, one_at_a_time: bool) -> dict:
@@ -43,6 +44,8 @@ class EngineOperations:
             "evidence": {
                 "preemptions": self._engine.num_preemptions - before,
                 "cached_tokens": sum(r.num_cached_tokens for r in rollouts),
+                # vLLM's scheduler asserts that no step exceeds the budget.
+                "chunked_prompts": sum(len(r.prompt) - r.num_cached_tokens > self._budget for r in rollouts),
             },
         }
 

@@ -62,14 +62,15 @@ def serve(start: Callable[[], dict[str, Callable]]) -> int:
     os.dup2(2, 1)  # libraries print to stdout; only the protocol may write there
 
     def reply(answer: Callable[[], object]) -> bool:
-        began = time.monotonic()
+        began = time.monotonic(), time.process_time()
         try:
             line = {"ok": answer()}
         except Exception as error:  # the parent decides what a failure means
             traceback.print_exc()
             kind = "refused" if isinstance(error, ContractError) else "crashed"
             line = {"error": f"{type(error).__name__}: {error}", "kind": kind}
-        print(json.dumps(line | {"seconds": round(time.monotonic() - began, 3)}), file=replies, flush=True)
+        spent = time.monotonic() - began[0], time.process_time() - began[1]
+        print(json.dumps(line | {"seconds": spent}), file=replies, flush=True)
         return "ok" in line
 
     operations: dict[str, Callable] = {}
@@ -90,7 +91,7 @@ class Worker:
     def __init__(self, name: str, module: str, environment: dict[str, str | None], log: Path):
         """Start ``python -m module`` with ``environment`` laid over this process's (None removes a variable)."""
         self.name, self.log = name, log
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, list[float]] = {}  # operation -> wall-clock and CPU seconds
         merged = {**os.environ, **{k: v for k, v in environment.items() if v is not None}}
         for key in (k for k, v in environment.items() if v is None):
             merged.pop(key, None)
@@ -157,7 +158,8 @@ class Worker:
             content = answer[outcome]
         except (ValueError, TypeError, KeyError):
             raise self._error(f"answered {operation!r} with {line[:80]!r}, which is not a line of the protocol") from None
-        self.seconds[operation] = round(self.seconds.get(operation, 0.0) + seconds, 3)
+        before = self.seconds.get(operation, (0.0, 0.0))
+        self.seconds[operation] = [round(old + new, 2) for old, new in zip(before, seconds, strict=True)]
         if outcome == "error":
             kind = WorkerRefused if answer.get("kind") == "refused" else WorkerError
             raise self._error(f"{operation!r} failed: {content}", kind)

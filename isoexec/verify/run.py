@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import shutil
 import signal
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,10 +77,10 @@ def verify(options: Options) -> int:
             return _Run(options, group, work, progress).run()
     except (WorkerError, ContractError) as error:
         first = group.error or error
-        print(f"isoexec verify: {first}", file=progress.stream)
+        print(f"isoexec verify: {first}", file=sys.stderr)
         return BAD_INPUT if isinstance(first, (WorkerRefused, ContractError)) else INCONCLUSIVE
     except OSError as error:
-        print(f"isoexec verify: {error}; nothing was concluded", file=progress.stream)
+        print(f"isoexec verify: {error}; nothing was concluded", file=sys.stderr)
         return INCONCLUSIVE
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -122,7 +122,7 @@ class Plan:
 
 #: An odd budget: no chunk boundary but the first falls on a block or chunk length.
 CHUNK_BUDGET = 100
-#: Ten blocks of 128 tokens: a few sequences fit, and those that grow evict each other.
+#: A few sequences fit, and those that grow evict each other.
 TIGHT_CACHE = 1280
 
 WHOLE = EngineShape("whole")

@@ -29,7 +29,7 @@ class TrainerOperations:
             recompute=recompute,
             with_rows=True,
         )
-        return [{"logprobs": to_bits(s.logprobs), "rows": s.row_digests} for s in scores]
+        return [{"logprobs": to_bits(s.logprobs.tolist()), "rows": s.row_digests} for s in scores]
 
     def step(self, sequences, temperature: float, weights: str) -> dict:
         """One optimizer step on ``sequences``, then export to the folder ``weights``. Returns loss and gradient norm."""

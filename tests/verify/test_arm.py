@@ -1,0 +1,145 @@
+"""One arm from plan to verdict, with workers that answer from a formula."""
+
+import dataclasses
+
+import pytest
+from fakes import FakeEngine, FakeTrainer
+
+from isoexec.verify.arm import ArmRun, ModelUnderTest
+from isoexec.verify.compare import Accuracy
+from isoexec.verify.progress import Progress
+from isoexec.verify.protocol import WorkerError, WorkerGroup
+from isoexec.verify.settings import full_plan, quick_plan
+from isoexec.verify.verdict import DIFFERENT, EQUAL, INCONCLUSIVE, Verdict, add_changed_logprobs
+
+
+def short(plan):
+    """The plan with four new tokens for each prompt."""
+    engines = tuple(
+        dataclasses.replace(
+            run, **{part: tuple(dataclasses.replace(s, max_tokens=4) for s in getattr(run, part)) for part in ("before", "after_sync")}
+        )
+        for run in plan.engines
+    )
+    return dataclasses.replace(plan, engines=engines)
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return ModelUnderTest("model", folder, folder, 512, tmp_path / "contract.json")
+
+
+def run_arm(model, tmp_path, *, arm="isoexec", plan=None, engine=None, trainer=None):
+    workers = (engine or FakeEngine(), trainer or FakeTrainer())
+    plan = short(plan or quick_plan())
+    group = WorkerGroup(tmp_path)
+    run = ArmRun(arm, model, plan, workers, group, tmp_path, Progress(open("/dev/null", "w")), timeout=5)
+    comparisons = run.run()
+    add_changed_logprobs(run.samples)
+    return run, comparisons
+
+
+def judge(run, comparisons, errors=None):
+    verdict = Verdict()
+    verdict.judge_model("model", comparisons, {run.arm: run.samples}, errors or {})
+    return verdict
+
+
+@pytest.mark.parametrize("plan", [quick_plan(), full_plan()], ids=["quick", "full"])
+def test_equal_sides_pass_every_setting(model, tmp_path, plan):
+    run, comparisons = run_arm(model, tmp_path, plan=plan)
+    assert [s.setting.name for s in run.samples] and {s.setting.name for s in run.samples} == set(plan.names)
+    assert len(comparisons) == sum(len(s.setting.scorings) for s in run.samples)
+    assert all(c.passed for c in comparisons)
+    verdict = judge(run, comparisons)
+    assert (verdict.status, verdict.lines()) == (EQUAL, [])
+
+
+def test_each_side_sees_its_contract(model, tmp_path):
+    for arm, expected in (("isoexec", str(model.contract)), ("native", None)):
+        engine, trainer = FakeEngine(), FakeTrainer()
+        run_arm(model, tmp_path / arm, arm=arm, engine=engine, trainer=trainer)
+        opened = [arguments for worker in (engine, trainer) for name, arguments in worker.calls if name == "open"]
+        assert {arguments["contract"] for arguments in opened} == {expected}
+
+
+def test_the_weights_move_after_all_first_scores(model, tmp_path):
+    trainer = FakeTrainer()
+    run, _ = run_arm(model, tmp_path, trainer=trainer)
+    operations = [name for name, _ in trainer.calls]
+    first = sum(len(s.setting.scorings) for s in run.samples if s.weights == "first")
+    assert operations.index("step") == 1 + first  # after open
+    assert operations.count("step") == 1
+
+
+def test_a_difference_at_one_temperature_is_found(model, tmp_path):
+    engine = FakeEngine(shift=lambda prompt, temperature: 2.0**-15 if temperature != 1 and len(prompt) == 64 else 0.0)
+    run, comparisons = run_arm(model, tmp_path, engine=engine)
+    failed = [c.setting for c in comparisons if not c.passed]
+    assert failed and all("T=0.7" in name for name in failed)
+    verdict = judge(run, comparisons)
+    assert verdict.status == DIFFERENT
+    assert any("1 of" in line and "T=0.7" in line for line in verdict.differences)
+
+
+def test_stale_weights_are_found(model, tmp_path):
+    run, comparisons = run_arm(model, tmp_path, trainer=FakeTrainer(stale=True))
+    assert {c.setting.split(" / ")[0] for c in comparisons if not c.passed} == {"after sync", "after sync, warm, T=0.7"}
+    assert judge(run, comparisons).status == DIFFERENT
+
+
+def test_settings_that_disagree_with_each_other_are_found(model, tmp_path):
+    run, comparisons = run_arm(model, tmp_path)
+    sample = run.samples[3]
+    sample.tokens[5] = [t + 1 for t in sample.tokens[5]]
+    verdict = judge(run, comparisons)
+    assert verdict.status == DIFFERENT and "leaves" in verdict.differences[0]
+
+
+@pytest.mark.parametrize("key", ["preemptions", "cached_tokens", "chunked_prompts"])
+def test_a_setting_that_did_not_happen_is_inconclusive(model, tmp_path, key):
+    evidence = {"preemptions": 3, "cached_tokens": 5, "chunked_prompts": 2, key: 0}
+    run, comparisons = run_arm(model, tmp_path, engine=FakeEngine(evidence=evidence))
+    verdict = judge(run, comparisons)
+    assert verdict.status == INCONCLUSIVE and verdict.inconclusive
+
+
+def test_an_optimizer_step_that_changes_nothing_is_inconclusive(model, tmp_path):
+    class Unmoved(FakeEngine):
+        def sync(self, weights):
+            pass
+
+    run, comparisons = run_arm(model, tmp_path, engine=Unmoved(), trainer=FakeTrainer(stale=True))
+    verdict = judge(run, comparisons)
+    assert verdict.status == INCONCLUSIVE and "optimizer step" in verdict.inconclusive[0]
+
+
+def test_rows_that_were_not_compared_are_inconclusive(model, tmp_path):
+    run, comparisons = run_arm(model, tmp_path, trainer=FakeTrainer(rows=False))
+    assert judge(run, comparisons).status == INCONCLUSIVE
+
+
+def test_equal_native_arm_is_a_warning(model, tmp_path):
+    run, comparisons = run_arm(model, tmp_path, arm="native")
+    verdict = judge(run, comparisons)
+    assert verdict.status == EQUAL and "blind" in verdict.warnings[0]
+
+
+def test_consistent_but_wrong_is_no_pass(model, tmp_path):
+    run, comparisons = run_arm(model, tmp_path)
+    native = Accuracy(9, 1e-2, 1e-2)
+    assert judge(run, comparisons, {"isoexec": native, "native": native}).status == EQUAL
+    worse = dataclasses.replace(native, engine=1.2e-2, trainer=1.2e-2)
+    assert judge(run, comparisons, {"isoexec": worse, "native": native}).status == DIFFERENT
+
+
+def test_a_failing_trainer_ends_the_arm(model, tmp_path):
+    class Failing(FakeTrainer):
+        def score(self, **_):
+            raise WorkerError("trainer-isoexec: died in 'score'; log: x")
+
+    with pytest.raises(WorkerError, match="died in 'score'"):
+        run_arm(model, tmp_path, trainer=Failing())
