@@ -12,11 +12,13 @@ import math
 
 import torch
 
+_PIECE = 1 << 14  # elements per pass of exp, so that its fp64 temporaries stay in cache
 _LOG2E = 1.4426950408889634
 # ln 2 in two parts; the high one has 32 trailing zero bits, so that n * _LN2_HI is exact for |n| < 2**20.
 _LN2_HI = 6.93147180369123816490e-01
 _LN2_LO = 1.90821492927058770002e-10
-_EXP_TERMS = [1.0 / math.factorial(n) for n in range(13, -1, -1)]
+_SHIFTER = 1.5 * 2.0**52 + 1023.0
+_EXP_TERMS = [1.0 / math.factorial(n) for n in range(11, -1, -1)]  # |r| <= ln(2) / 2: the rest is below 7e-15
 # pi / 2 in three parts; the first two have 20 trailing zero bits, so that n * part is exact for n < 2**20.
 _PIO2 = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
 _SIN_TERMS = [(-1.0) ** n / math.factorial(2 * n + 1) for n in range(9, -1, -1)]
@@ -25,8 +27,8 @@ _ATANH_TERMS = [2.0 / (2 * n + 1) for n in range(11, -1, -1)]
 
 
 def _horner(coefficients: list[float], x: torch.Tensor) -> torch.Tensor:
-    value = torch.full_like(x, coefficients[0])
-    for coefficient in coefficients[1:]:
+    value = (x * coefficients[0]).add_(coefficients[1])
+    for coefficient in coefficients[2:]:
         value.mul_(x).add_(coefficient)  # two kernels: no contraction to an fma
     return value
 
@@ -34,9 +36,10 @@ def _horner(coefficients: list[float], x: torch.Tensor) -> torch.Tensor:
 def _exp64(x: torch.Tensor) -> torch.Tensor:
     """exp of fp64 ``x`` that holds fp32 values; beyond the range of fp32 the result only has to round to 0 or inf."""
     x = x.clamp(-200.0, 200.0)  # keeps NaN
-    n = (x * _LOG2E).round_()
-    r = (x - n * _LN2_HI).sub_(n * _LN2_LO)
-    power = n.nan_to_num(0.0).to(torch.int64).add_(1023).bitwise_left_shift_(52).view(torch.float64)
+    shifted = (x * _LOG2E).add_(_SHIFTER)  # rounds to an integer n; the low bits then hold n + 1023
+    n = shifted - _SHIFTER
+    r = (x - n * _LN2_HI).sub_(n.mul_(_LN2_LO))
+    power = shifted.view(torch.int64).bitwise_left_shift_(52).view(torch.float64)
     return _horner(_EXP_TERMS, r).mul_(power)
 
 
@@ -56,7 +59,9 @@ def _log64(x: torch.Tensor) -> torch.Tensor:
 class _Exp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        y = _exp64(x.double()).to(torch.float32)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for source, target in zip(x.reshape(-1).split(_PIECE), y.view(-1).split(_PIECE)):
+            target.copy_(_exp64(source.double()))
         ctx.save_for_backward(y)
         return y
 

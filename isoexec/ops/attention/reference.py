@@ -1,4 +1,4 @@
-"""Causal attention of the CPU backend. Packed and paged attention are one function: a packed batch is a cache of one page.
+"""Causal attention of the CPU backend. Packed and paged attention are one function: a packed batch is a cache whose pages hold one token.
 
 The query rows of one key head (token-major, then query head) are cut into tiles of 16. Every product has one shape, [16, K] x [K, kv_block] and
 [16, kv_block] x [kv_block, K], batched over tiles, key heads and KV blocks, so a row's bits do not depend on what is computed beside it.
@@ -36,11 +36,18 @@ def _tiles(query_start_loc, seq_lens, repeat, kv_block):
     return [x[order] for x in (sequence, token, head, position, blocks)]
 
 
-def _gather(cache, page, offset, exists):
-    """Keys or values [n, S] of the cache as fp32 [n, G, S, K]; what does not exist is +0.0 by selection, whatever the memory holds."""
-    heads = torch.arange(cache.shape[2])[:, None]
-    rows = cache[page[:, None], offset[:, None], heads]
-    return torch.where(exists[:, None, :, None], rows, 0.0).float()
+def _gather(cache, page_ids, length, keys):
+    """The first ``keys`` keys or values of each tile's sequence, as fp32 [n, G, keys, K]. Beyond ``length`` [n] there is +0.0, by selection: the
+    memory may hold anything, NaN included."""
+    heads_first = cache.transpose(1, 2).is_contiguous()
+    packed = cache.transpose(1, 2) if heads_first else cache
+    rows = packed.index_select(0, page_ids.flatten()).unflatten(0, page_ids.shape)
+    rows = rows.transpose(1, 2) if heads_first else rows.permute(0, 3, 1, 2, 4)
+    out = rows.to(torch.float32, memory_format=torch.contiguous_format).flatten(2, 3)[:, :, :keys]
+    shortest = int(length.min())
+    absent = torch.arange(shortest, keys) >= length[:, None]
+    out[:, :, shortest:].masked_fill_(absent[:, None, :, None], 0.0)
+    return out
 
 
 def _softmax_blocks(scores, position, kv_block):
@@ -75,27 +82,26 @@ def _attend(q_RK, position, keys, values, scale, kv_block):
     return out / total.unsqueeze(-1), maximum + math.log(total)
 
 
-def _forward(q, key_cache, value_cache, locate, seq_lens, query_start_loc, scale, kv_block):
-    """(out [T, H, K], log-sum-exp [T, H] fp32). ``locate(sequence [n, 1], position [S])`` gives page and offset, each [n, S]."""
+def _forward(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, scale, kv_block):
+    """(out [T, H, K], log-sum-exp [T, H] fp32); arguments as of :func:`isoexec.ops.attention.paged`."""
     T, H, K = q.shape
-    G = key_cache.shape[2]
+    page_size, G = key_cache.shape[1:3]
     if H % G:
         raise ContractError(f"attention: {G} key heads do not divide {H} query heads")
-    repeat = H // G
-    q_TGRK = q.unflatten(1, (G, repeat))
-    out, lse = torch.zeros_like(q_TGRK), q.new_zeros(T, G, repeat, dtype=torch.float32)
-    plan = _tiles(query_start_loc, seq_lens, repeat, kv_block)
-    lengths, first = seq_lens.long(), 0
+    q_TGRK = q.unflatten(1, (G, H // G))
+    out, lse = torch.zeros_like(q_TGRK), q.new_zeros(T, G, H // G, dtype=torch.float32)
+    plan = _tiles(query_start_loc, seq_lens, H // G, kv_block)
+    first = 0
     while first < len(plan[0]):
-        blocks = int(plan[4][first])
-        last = first + max(_PASS_ELEMENTS // (blocks * kv_block * ROWS * G), 1)
+        keys = int(plan[4][first]) * kv_block
+        last = first + max(_PASS_ELEMENTS // (keys * ROWS * G), 1)
         sequence, token, head, position, _ = (x[first:last] for x in plan)
-        key = torch.arange(blocks * kv_block)
-        exists = key < lengths[sequence, None]
-        page, offset = locate(sequence[:, None], torch.where(exists, key, 0))
-        keys, values = (_gather(cache, page, offset, exists) for cache in (key_cache, value_cache))
-        tiles = q_TGRK[token, :, head].transpose(1, 2).float()
-        o, l = _attend(tiles, position, keys, values, scale, kv_block)
+        length = seq_lens[sequence].long().clamp_(max=keys)
+        page = torch.arange(-(-keys // page_size))
+        ids = block_table[sequence[:, None], page.clamp(max=block_table.shape[1] - 1)].long()
+        ids = torch.where(page * page_size < length[:, None], ids, 0)
+        k, v = (_gather(cache, ids, length, keys) for cache in (key_cache, value_cache))
+        o, l = _attend(q_TGRK[token, :, head].transpose(1, 2).float(), position, k, v, scale, kv_block)
         real = position[:, : o.shape[2]] >= 0
         where = token[:, : o.shape[2]][real], slice(None), head[:, : o.shape[2]][real]
         out[where] = o.transpose(1, 2)[real].to(q.dtype)
@@ -107,13 +113,11 @@ def _forward(q, key_cache, value_cache, locate, seq_lens, query_start_loc, scale
 class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, scale, kv_block):
-        start = cu_seqlens[:-1].long()
-
-        def locate(sequence, position):
-            return torch.zeros_like(position), start[sequence] + position
-
-        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        out, lse = _forward(q, k[None], v[None], locate, lengths, cu_seqlens, scale, kv_block)
+        start, stop = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        longest = int((stop - start).max()) if len(start) else 0
+        tokens = start[:, None] + torch.arange(max(longest, 1))
+        cache = (x.contiguous().unsqueeze(1) for x in (k, v))
+        out, lse = _forward(q, *cache, tokens, stop - start, cu_seqlens, scale, kv_block)
         ctx.save_for_backward(q, k, v, cu_seqlens, out, lse)
         ctx.scale = scale
         return out
@@ -128,13 +132,7 @@ def varlen(q, k, v, cu_seqlens, *, scale, kv_block):
 
 
 def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block):
-    page_size = key_cache.shape[1]
-
-    def locate(sequence, position):
-        page = position.div(page_size, rounding_mode="floor")
-        return block_table[sequence, page].long(), position - page * page_size
-
-    return _forward(q, key_cache, value_cache, locate, seq_lens, query_start_loc, float(scale), kv_block)[0]
+    return _forward(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, float(scale), kv_block)[0]
 
 
 def write_cache(k, v, key_cache, value_cache, slot_mapping):

@@ -18,25 +18,27 @@ ROWS, COLUMNS = 32, 64
 _PANEL_ELEMENTS = 1 << 20
 
 
-def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """One leaf: ``x`` [M, K] times ``weight`` [N, K] transposed, both exact in fp32 -> [M, N] fp32, ascending K."""
+def product(x: torch.Tensor, weight: torch.Tensor, leaves: int = 1) -> torch.Tensor:
+    """``x`` [M, K] times ``weight`` [N, K] transposed, both exact in fp32 -> [M, N] fp32: each of ``leaves`` equal parts of K in ascending K,
+    then the tree over them."""
     if torch.get_float32_matmul_precision() != "highest":
         raise ContractError(
             f"matmul: float32_matmul_precision is {torch.get_float32_matmul_precision()!r}, the schedule needs 'highest'; "
             "remove the call of torch.set_float32_matmul_precision"
         )
     (M, K), N = x.shape, weight.shape[0]
-    row_tiles = -(-M // ROWS)
-    tiles = pad(x.float(), (0, 0, 0, -M % ROWS)).reshape(row_tiles, ROWS, K)
-    out = x.new_empty(row_tiles, ROWS, N, dtype=torch.float32)
+    row_tiles, k = -(-M // ROWS), K // leaves
+    x = pad(x.float(), (0, 0, 0, -M % ROWS)).reshape(row_tiles, ROWS, leaves, k).transpose(1, 2)
+    out = x.new_empty(row_tiles, ROWS, N)
     panel = max(_PANEL_ELEMENTS // max(K, 1) // COLUMNS, 1) * COLUMNS
     for first in range(0, N, panel):
         w = weight[first : first + panel].float()
-        columns = w.shape[0]
-        w = pad(w, (0, 0, 0, -columns % COLUMNS)).unflatten(0, (-1, COLUMNS)).mT
-        for tile, target in zip(tiles, out[:, :, first : first + panel]):
-            y = torch.bmm(tile.expand(w.shape[0], ROWS, K), w)
-            target.copy_(y.transpose(0, 1).reshape(ROWS, -1)[:, :columns])
+        columns, tiles = w.shape[0], -(-w.shape[0] // COLUMNS)
+        w = pad(w, (0, 0, 0, -columns % COLUMNS)).view(tiles, COLUMNS, leaves, k).permute(2, 0, 3, 1).reshape(-1, k, COLUMNS)
+        for rows, target in zip(x, out[:, :, first : first + panel]):
+            y = torch.bmm(rows.unsqueeze(1).expand(leaves, tiles, ROWS, k).reshape(-1, ROWS, k), w)
+            y = tree_sum(y.view(leaves, tiles, ROWS, COLUMNS)).transpose(0, 1)
+            target.copy_(y.reshape(ROWS, -1)[:, :columns])
     return out.view(row_tiles * ROWS, N)[:M]
 
 
@@ -47,12 +49,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, leaves, tp, dtype):
         ctx.save_for_backward(x, weight)
         ctx.tp, ctx.bias_dtype = tp, None if bias is None else bias.dtype
-        rows = x.flatten(0, -2)
-        if leaves == 1:
-            y = product(rows, weight)
-        else:
-            parts = zip(rows.chunk(leaves, -1), weight.chunk(leaves, -1))
-            y = tree_sum(torch.stack([product(x_leaf, w_leaf) for x_leaf, w_leaf in parts]))
+        y = product(x.flatten(0, -2), weight, leaves)
         if tp is not None:
             y = sum_over_ranks(y, tp.group)
             if tp.sequence_parallel:
