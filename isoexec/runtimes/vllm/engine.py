@@ -1,0 +1,235 @@
+"""In-process rollout engine: vLLM's ``LLM`` as the verification and the tests drive it, with or without a contract."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from isoexec.ops._core.bits import row_digests
+
+#: Environment of an in-process engine, set before vLLM is imported. No entry changes a bit under a contract.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process, so that weights and counters are at hand
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "TORCHDYNAMO_DISABLE": "1",  # a rank counter of the sampler is torch.compile'd even with enforce_eager; 45 s to compile
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+def prepare_environment() -> None:
+    """Set :data:`ENVIRONMENT` where the caller has not."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled sequence.
+
+    Attributes:
+        prompt: token ids sent.
+        tokens: token ids sampled.
+        logprobs: of each sampled token under the distribution it was drawn from; floats that are fp32 exactly.
+        row_digests: digest of the whole vocabulary's fp32 log-probability row at each sampled token, or None.
+        num_cached_tokens: prompt tokens served by the prefix cache.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    row_digests: list[str] | None
+    num_cached_tokens: int
+
+
+class RolloutEngine:
+    """vLLM on one HF-format checkpoint. The contract, or its absence, is read from the environment when the engine is built."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike,
+        *,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = False,
+        max_model_len: int = 512,
+        kv_cache_tokens: int | None = None,
+        block_size: int = 32,
+        **engine_args,
+    ):
+        """
+        Args:
+            model: folder of the checkpoint.
+            max_num_seqs: sequences in one step at most.
+            max_num_batched_tokens: tokens in one step at most; longer prompts are prefilled in chunks.
+            enable_prefix_caching: reuse the cache blocks of equal prefixes.
+            max_model_len: tokens of a sequence at most.
+            kv_cache_tokens: size of the KV cache, a multiple of ``block_size``; None holds every sequence at full length, less makes
+                the scheduler preempt.
+            block_size: tokens of a cache block.
+            engine_args: further arguments of ``vllm.LLM``.
+
+        Raises:
+            ContractError: a setting is outside the contract.
+        """
+        prepare_environment()
+        from vllm import LLM
+
+        _register_model(model)
+        if kv_cache_tokens is None:
+            kv_cache_tokens = max_num_seqs * -(-max_model_len // block_size) * block_size
+        self._llm = LLM(
+            **{
+                "model": str(model),
+                "dtype": "bfloat16",
+                "enforce_eager": True,
+                "logprobs_mode": "processed_logprobs",
+                "max_logprobs": -1,
+                "skip_tokenizer_init": True,
+                "disable_log_stats": False,
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "enable_prefix_caching": enable_prefix_caching,
+                "max_model_len": max_model_len,
+                "block_size": block_size,
+                "num_gpu_blocks_override": kv_cache_tokens // block_size + 1,  # vLLM keeps one block as a null block
+                "kv_cache_memory_bytes": 1 << 30,  # only checked against the machine's memory: the override decides
+                **engine_args,
+            }
+        )
+        self._preemptions_before = self._counter("vllm:num_preemptions")
+
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], temperature: float, max_tokens: int, record_rows: bool = False
+    ) -> list[Rollout]:
+        """Sample one sequence of ``max_tokens`` tokens per prompt; end-of-sequence tokens do not stop it.
+
+        Args:
+            prompts: token ids, submitted in this order.
+            seeds: one per prompt.
+            temperature: more than 0.
+            max_tokens: tokens to sample for each prompt.
+            record_rows: fill :attr:`Rollout.row_digests` (transfers the whole vocabulary's logprobs: small vocabularies only).
+
+        Returns:
+            One rollout per prompt, in the order of ``prompts``.
+        """
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                seed=seed,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=-1 if record_rows else 0,
+                flat_logprobs=True,
+            )
+            for seed in seeds
+        ]
+        outputs = self.request(prompts, params)
+        vocab_size = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        return [_rollout(prompt, output, vocab_size if record_rows else None) for prompt, output in zip(prompts, outputs, strict=True)]
+
+    def request(self, prompts: list[list[int]], params: list) -> list:
+        """vLLM ``RequestOutput`` of each prompt under its own ``SamplingParams``, in the order of ``prompts``.
+
+        Raises:
+            ContractError: a request is outside the contract; none of them is run.
+        """
+        if len(prompts) != len(params):
+            raise ValueError(f"{len(prompts)} prompts, {len(params)} sampling parameters; pass one for each")
+        return self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Sequences that the scheduler has evicted to recompute later, since the engine was built (vLLM's own counter)."""
+        return self._counter("vllm:num_preemptions") - self._preemptions_before
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix.
+
+        Raises:
+            RuntimeError: vLLM refused, since sequences are running.
+        """
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset the prefix cache; wait until no sequence is running")
+
+    def load_weights(self, path: str | os.PathLike) -> None:
+        """Replace the model's parameters in place and forget every cached prefix, which the old ones computed.
+
+        Args:
+            path: ``.safetensors`` file or a folder of them, under HF names; every parameter of the model must be there.
+
+        Raises:
+            ValueError: a parameter is missing.
+        """
+        from safetensors import safe_open
+
+        path = Path(path)
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+        def tensors():
+            for file in files:
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.keys():
+                        yield name, opened.get_tensor(name)
+
+        model = self._runner.get_model()
+        missing = {name for name, _ in model.named_parameters()} - model.load_weights(tensors())
+        if missing:
+            raise ValueError(f"{path}: no values for {sorted(missing)}; the model now mixes old and new weights: load a whole checkpoint")
+        self.reset_prefix_cache()
+
+    def fill_kv_cache(self, value: float) -> None:
+        """Overwrite the whole KV cache, e.g. with NaN, so that reading what no token wrote shows. No sequence may be running."""
+        for cache in self._runner.kv_caches:
+            cache.fill_(value)
+
+    def close(self) -> None:
+        """Free the engine; the process can build another."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            gc.collect()
+
+    @property
+    def _runner(self):
+        return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def _counter(self, name: str) -> int:
+        return sum(metric.value for metric in self._llm.get_metrics() if metric.name == name)
+
+
+def _register_model(model: str | os.PathLike) -> None:
+    """Hand vLLM the model class itself.
+
+    vLLM inspects a class that it knows by name only in a subprocess, so that CUDA is not initialised here; that imports
+    everything anew, 20 to 40 s on a small machine. A class that is already imported is inspected in place.
+    """
+    from vllm import ModelRegistry
+
+    for architecture in json.loads((Path(model) / "config.json").read_text())["architectures"]:
+        if architecture in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
+def _rollout(prompt: list[int], output, vocab_size: int | None) -> Rollout:
+    completion = output.outputs[0]
+    tokens, flat = list(completion.token_ids), completion.logprobs
+    # The sampled token comes first at each position; with the whole vocabulary asked for, every other one follows.
+    logprobs = [flat.logprobs[start] for start in flat.start_indices]
+    digests = None
+    if vocab_size is not None:
+        rows = torch.full((len(tokens), vocab_size), torch.nan)
+        for row, start, end in zip(rows, flat.start_indices, flat.end_indices, strict=True):
+            row[torch.tensor(flat.token_ids[start:end])] = torch.tensor(flat.logprobs[start:end], dtype=torch.float32)
+        digests = row_digests(rows)
+    return Rollout(list(prompt), tokens, logprobs, digests, output.num_cached_tokens or 0)

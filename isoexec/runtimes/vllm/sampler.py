@@ -1,0 +1,49 @@
+"""Temperature, log-softmax and the draw, from vLLM's sampling metadata.
+
+The logprobs returned are those of the distribution that is sampled: softmax(logits / T) over the whole vocabulary. A greedy row (T = 0) takes
+the first maximum of its logits; settings.check_request refuses logprobs for it, since a greedy token is not drawn from a distribution.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from isoexec.contract import ContractError, ExecutionContract
+from isoexec.ops import logprob, sampling
+from isoexec.runtimes.vllm import step
+
+_GREEDY_BELOW = 1e-5  # vLLM's own threshold; SamplingParams raises anything in (0, 0.01) to 0.01
+
+
+def sample(contract: ExecutionContract, logits, metadata):
+    """Sample one token per row.
+
+    Args:
+        contract: the contract.
+        logits: [T, V] fp32.
+        metadata: vLLM ``SamplingMetadata``.
+
+    Returns:
+        (tokens [T] int64, logprobs [T, V] fp32, of the distribution sampled).
+
+    Raises:
+        ContractError: logits that were rounded.
+    """
+    if logits.dtype != torch.float32:
+        raise ContractError(f"logprob.log_softmax: logits: expected torch.float32, found {logits.dtype}; something rounded them on the way")
+    rows, vocab_size = logits.shape
+    temperature = metadata.temperature
+    if temperature is None:  # every row is greedy
+        temperature = torch.zeros(rows, dtype=torch.float32, device=logits.device)
+    greedy = temperature < _GREEDY_BELOW
+    with step.executing():
+        scaled = logprob.scale_by_temperature(logits, torch.where(greedy, torch.ones_like(temperature), temperature))
+        logprobs = logprob.log_softmax(scaled, vocab_size=vocab_size, vocab_block=contract.numerics.vocab_block)
+        drawn = sampling.draw(logprobs, [metadata.generators.get(row) for row in range(rows)])
+    return torch.where(greedy, logits.argmax(-1), drawn), logprobs
+
+
+def raw_logprobs(contract: ExecutionContract, logits):
+    """Logprobs [T, V] fp32 of ``logits`` [T, V] fp32 at temperature 1: prompt logprobs."""
+    with step.executing():
+        return logprob.log_softmax(logits, vocab_size=logits.shape[-1], vocab_block=contract.numerics.vocab_block)

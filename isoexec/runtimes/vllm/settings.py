@@ -1,0 +1,169 @@
+"""Which vLLM settings and which requests a contract allows: two tables, checked when an engine is built and when a request arrives."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from isoexec.contract import ContractError, ExecutionContract
+
+
+class Setting(NamedTuple):
+    """An attribute path, the values that keep the contract and what another value would do."""
+
+    path: str
+    allowed: tuple
+    otherwise: str
+
+
+_UNROUTED = "arithmetic outside the op library"
+_UNPROVEN = "its bits are not proven"
+_DISTRIBUTION = "the logprob returned must be of the distribution sampled, which the trainer computes from the logits alone"
+
+#: Paths into vLLM's ``VllmConfig``.
+ENGINE = (
+    Setting("model_config.runner_type", ("generate",), "only generation has logprobs"),
+    Setting("model_config.model_impl", ("auto", "vllm"), _UNROUTED),
+    Setting("model_config.dtype", (torch.bfloat16,), "parameters and activations are bf16 in the trainer"),
+    Setting("model_config.quantization", (None,), "matrix products would be quantised"),
+    Setting("model_config.enforce_eager", (True,), "compiled or captured graphs fuse ops and run without the op registry"),
+    Setting("model_config.logprobs_mode", ("processed_logprobs",), _DISTRIBUTION),
+    Setting("model_config.logits_processors", (None,), _DISTRIBUTION),
+    Setting("model_config.enable_prompt_embeds", (False,), "the trainer computes embeddings from token ids"),
+    Setting("model_config.multimodal_config", (None,), _UNROUTED),
+    Setting("cache_config.cache_dtype", ("auto", "bfloat16"), "keys and values would be rounded on their way through the cache"),
+    Setting("cache_config.calculate_kv_scales", (False,), "keys and values would be rounded on their way through the cache"),
+    Setting("cache_config.sliding_window", (None,), _UNPROVEN),
+    Setting("cache_config.kv_sharing_fast_prefill", (False,), "prompt logits would be wrong"),
+    Setting("lora_config", (None,), "the trainer's weights would not be those sampled with"),
+    Setting("speculative_config", (None,), "what is sampled would depend on the draft"),
+    Setting("kv_transfer_config", (None,), _UNPROVEN),
+    Setting("use_v2_model_runner", (False,), "its sampler is not routed; set VLLM_USE_V2_MODEL_RUNNER=0"),
+    Setting("parallel_config.tensor_parallel_size", (1,), "vLLM's collectives add in rank order"),
+    Setting("parallel_config.pipeline_parallel_size", (1,), _UNPROVEN),
+    Setting("parallel_config.prefill_context_parallel_size", (1,), "partial attention outputs would be merged"),
+    Setting("parallel_config.decode_context_parallel_size", (1,), "partial attention outputs would be merged"),
+    Setting("parallel_config.enable_expert_parallel", (False,), _UNPROVEN),
+    Setting("parallel_config.enable_dbo", (False,), _UNPROVEN),
+)
+
+#: HF architecture -> paths into the model's HF text config.
+ARCHITECTURES: dict[str, tuple[Setting, ...]] = {
+    "Qwen3ForCausalLM": (
+        Setting("hidden_act", ("silu",), _UNROUTED),
+        Setting("attention_bias", (None, False), "the model function has no bias"),
+        Setting("is_causal", (None, True), "attention is causal in the trainer"),
+        Setting("use_sliding_window", (None, False), _UNPROVEN),
+        Setting("dual_chunk_attention_config", (None,), _UNROUTED),
+        Setting("rope_parameters.rope_type", (None, "default"), "the rope table is computed from positions and theta alone"),
+        Setting("rope_parameters.partial_rotary_factor", (None, 1.0), "Qwen3 rotates whole heads"),
+    ),
+}
+
+#: Paths into vLLM's ``SamplingParams``.
+REQUEST = (
+    Setting("top_p", (1.0,), _DISTRIBUTION),
+    Setting("top_k", (0, -1), _DISTRIBUTION),
+    Setting("min_p", (0.0,), _DISTRIBUTION),
+    Setting("presence_penalty", (0.0,), _DISTRIBUTION),
+    Setting("frequency_penalty", (0.0,), _DISTRIBUTION),
+    Setting("repetition_penalty", (1.0,), _DISTRIBUTION),
+    Setting("min_tokens", (0,), _DISTRIBUTION),
+    Setting("logit_bias", (None,), _DISTRIBUTION),
+    Setting("allowed_token_ids", (None,), _DISTRIBUTION),
+    Setting("bad_words", (None, []), _DISTRIBUTION),
+    Setting("structured_outputs", (None,), _DISTRIBUTION),
+    Setting("thinking_token_budget", (None,), _DISTRIBUTION),
+)
+
+
+def check(contract: ExecutionContract, config) -> None:
+    """Refuse an engine whose bits the contract does not cover.
+
+    Args:
+        contract: the contract of this process.
+        config: vLLM ``VllmConfig``, complete.
+
+    Raises:
+        ContractError: names the setting, what was expected, what was found and what to do.
+    """
+    if contract.architecture not in ARCHITECTURES:
+        raise ContractError(
+            f"architecture: the vLLM runtime runs {', '.join(ARCHITECTURES)}, the contract names {contract.architecture}; "
+            "build the contract for one of these"
+        )
+    from vllm.platforms import current_platform
+
+    if contract.backend != current_platform.device_type:
+        raise ContractError(
+            f"backend: the contract names {contract.backend!r}, this engine computes on {current_platform.device_type!r}; build a "
+            "contract for this backend (bits are promised within one)"
+        )
+    found = list(config.model_config.architectures)
+    if found != [contract.architecture]:
+        raise ContractError(f"architecture: the contract names {contract.architecture}, the checkpoint {found}; load the model that the contract is for")
+    for setting in ENGINE:
+        _check(setting, config)
+    for setting in ARCHITECTURES[contract.architecture]:
+        _check(setting, config.model_config.hf_text_config)
+
+
+def activate(contract: ExecutionContract, config) -> None:
+    """:func:`check` in the worker's process, then prepare it: one torch thread on the CPU, where a second one would split reductions."""
+    check(contract, config)
+    if contract.backend == "cpu":
+        torch.set_num_threads(1)
+        if torch.get_num_threads() != 1:  # vLLM disables the call once a worker of this process has started
+            raise ContractError(
+                f"torch.get_num_threads(): expected 1, found {torch.get_num_threads()}; start the process with OMP_NUM_THREADS=1"
+            )
+
+
+def check_request(params) -> None:
+    """Refuse a request whose logprobs the trainer could not reproduce; the engine lives on.
+
+    Temperature 0 (greedy) is allowed without logprobs: a greedy token is not drawn from a distribution. vLLM raises a temperature in (0, 0.01) to
+    0.01 before this is called.
+
+    Args:
+        params: vLLM ``SamplingParams``.
+
+    Raises:
+        ContractError: names the parameter, what was expected, what was found and what to do.
+    """
+    if type(params).__name__ != "SamplingParams":
+        raise ContractError(f"request: expected SamplingParams, found {type(params).__name__}; only generation has logprobs")
+    for setting in REQUEST:
+        _check(setting, params)
+    greedy = params.temperature == 0
+    if greedy and (params.logprobs is not None or params.logprob_token_ids):
+        raise ContractError(
+            f"temperature: expected more than 0 where logprobs are asked for, found {params.temperature}: {_DISTRIBUTION}; "
+            "raise it, or drop logprobs"
+        )
+    if not greedy and params.seed is None:
+        raise ContractError(
+            "seed: expected an integer, found None: what is sampled would depend on the batch; pass one seed per sample"
+        )
+    if params.prompt_logprobs is not None and params.temperature != 1.0:
+        raise ContractError(
+            f"prompt_logprobs: expected None at temperature {params.temperature}, found {params.prompt_logprobs}: vLLM takes prompt "
+            "logprobs at temperature 1; set temperature=1.0, or drop prompt_logprobs"
+        )
+
+
+def _check(setting: Setting, root) -> None:
+    found = functools.reduce(_step, setting.path.split("."), root)
+    if not any(found is value or (type(found) is type(value) and found == value) for value in setting.allowed):
+        expected = " or ".join(map(repr, setting.allowed))
+        raise ContractError(
+            f"{setting.path}: expected {expected}, found {found!r}: {setting.otherwise}; set it to {setting.allowed[0]!r}, "
+            "or unset ISOEXEC_CONTRACT to run upstream's kernels"
+        )
+
+
+def _step(value, name: str):
+    """Attribute or key ``name``; None where there is none (HF configs leave out what is at its default)."""
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
