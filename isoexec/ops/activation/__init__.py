@@ -3,7 +3,7 @@
 from isoexec.ops._core.registry import op
 
 
-@op("activation.silu_mul", cpu=".reference:silu_mul", hazards=("x / (1 + exp(-x)) is not x * sigmoid(x)",))
+@op("activation.silu_mul", cpu=".reference:silu_mul", cuda=".triton:silu_mul", hazards=("x / (1 + exp(-x)) is not x * sigmoid(x)",))
 def silu_mul(gate_up):
     """bf16(silu(gate) * up).
 
@@ -15,7 +15,7 @@ def silu_mul(gate_up):
     """
 
 
-@op("activation.sigmoid_gate", cpu=".reference:sigmoid_gate")
+@op("activation.sigmoid_gate", cpu=".reference:sigmoid_gate", cuda=".triton:sigmoid_gate")
 def sigmoid_gate(x, gate):
     """bf16(x * sigmoid(gate)): attention output gate, shared-expert gate.
 

@@ -3,7 +3,7 @@
 from isoexec.ops._core.registry import op
 
 
-@op("embedding.embedding", cpu=".reference:embedding", hazards=("a tensor-parallel sum would turn -0.0 into +0.0",))
+@op("embedding.embedding", cpu=".reference:embedding", cuda=".triton:embedding", hazards=("a tensor-parallel sum would turn -0.0 into +0.0",))
 def embedding(ids, weight):
     """Rows ``weight[ids]``.
 

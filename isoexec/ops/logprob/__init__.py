@@ -10,7 +10,7 @@ from isoexec.ops._core.registry import op
 _HAZARDS = ("padded vocabulary rows must not enter the sum", "temperature is one fp32 op on both sides")
 
 
-@op("logprob.scale_by_temperature", cpu=".reference:scale_by_temperature", hazards=_HAZARDS)
+@op("logprob.scale_by_temperature", cpu=".reference:scale_by_temperature", cuda=".triton:scale_by_temperature", hazards=_HAZARDS)
 def scale_by_temperature(logits, temperature):
     """logits / T, true division in fp32.
 
@@ -23,7 +23,7 @@ def scale_by_temperature(logits, temperature):
     """
 
 
-@op("logprob.log_softmax", cpu=".reference:log_softmax", hazards=_HAZARDS)
+@op("logprob.log_softmax", cpu=".reference:log_softmax", cuda=".triton:log_softmax", hazards=_HAZARDS)
 def log_softmax(logits, *, vocab_size, vocab_block):
     """Log-probabilities of every vocabulary entry.
 
@@ -37,7 +37,7 @@ def log_softmax(logits, *, vocab_size, vocab_block):
     """
 
 
-@op("logprob.token_logprob", cpu=".reference:token_logprob", hazards=_HAZARDS)
+@op("logprob.token_logprob", cpu=".reference:token_logprob", cuda=".triton:token_logprob", hazards=_HAZARDS)
 def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):
     """Logprob of one token per row; bit for bit the entry that :func:`log_softmax` gives, without holding the rows.
 

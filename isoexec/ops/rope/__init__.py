@@ -3,7 +3,7 @@
 from isoexec.ops._core.registry import op
 
 
-@op("rope.rope_table", cpu=".reference:rope_table", hazards=("cos and sin of a vector tail differ from those of a full vector",))
+@op("rope.rope_table", cpu=".reference:rope_table", cuda=".triton:rope_table", hazards=("cos and sin of a vector tail differ from those of a full vector",))
 def rope_table(positions, rotary_dim, theta):
     """cos and sin of position * theta^(-2i / rotary_dim).
 
@@ -19,7 +19,7 @@ def rope_table(positions, rotary_dim, theta):
     """
 
 
-@op("rope.apply_rope", cpu=".reference:apply_rope")
+@op("rope.apply_rope", cpu=".reference:apply_rope", cuda=".triton:apply_rope")
 def apply_rope(x, cos, sin):
     """Rotate the first ``2 * cos.shape[-1]`` channels of each head, halves paired (channel i with i + rotary_dim / 2).
 

@@ -1,0 +1,74 @@
+"""Kernels compiled for sm_90 without a GPU: what the compiler may not do to their arithmetic, read off the PTX."""
+
+import os
+import re
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from isoexec.ops._core.triton_math import COMPILE
+from isoexec.ops.activation import triton as activation
+from isoexec.ops.logprob import triton as logprob
+from isoexec.ops.norm import triton as norm
+from isoexec.ops.rope import triton as rope
+
+_TYPES = {
+    "eps": "fp32", "r_out": "*fp32", "cos": "*fp32", "sin": "*fp32", "cos_out": "*fp32", "sin_out": "*fp32", "positions": "*i64",
+    "frequencies": "*fp32", "logits": "*fp32", "maximum": "*fp32", "maxima": "*fp32", "totals": "*fp32", "sums": "*fp32", "target": "*fp32",
+    "out": "*fp32", "temperature": "*fp32",
+}  # fmt: skip
+_BF16 = {"x", "y", "residual", "gate", "weight", "total", "gate_up"}
+
+
+def ptx(kernel, warps=4, **constants):
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = _TYPES.get(name, "*bf16" if name in _BF16 else "i32")
+        if signature[name].startswith("*") or name in ("x_outer", "gate_outer", "outer"):
+            attributes[i,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **COMPILE}).asm["ptx"]
+
+
+_NORM = dict(D=2048, N=2048, LOGN=11, R=1, SAVE=False)
+FORWARD = {
+    "rms_norm": (norm.forward_kernel, dict(_NORM, ADD=False, GATED=False, INNER=True, SHIFT=False)),
+    "add_zero_centered_rms_norm": (norm.forward_kernel, dict(_NORM, ADD=True, GATED=False, INNER=False, SHIFT=True)),
+    "head norm": (norm.forward_kernel, dict(_NORM, D=128, N=128, LOGN=7, R=8, ADD=False, GATED=False, INNER=True, SHIFT=False)),
+    "gated_rms_norm": (norm.forward_kernel, dict(_NORM, D=128, N=128, LOGN=7, R=8, ADD=False, GATED=True, INNER=False, SHIFT=False)),
+    "rotation": (rope.rotate_kernel, dict(K=128, N=128, HALF=64, R=16, BACK=False)),
+    "silu_mul": (activation.silu_mul_kernel, dict(F=6144, R=1, BLOCK=2048)),
+    "sigmoid_gate": (activation.sigmoid_gate_kernel, dict(D=128, R=16, BLOCK=128, ONE=False)),
+    "temperature": (logprob.scale_kernel, dict(PER_ROW=False, TILE=4096)),
+    "block sums": (logprob.sums_kernel, dict(BLOCK=64, LOGB=6, PER_TILE=64)),
+    "totals": (logprob.total_kernel, dict(N=4096, LOGN=12)),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_arithmetic_is_as_written(name):
+    kernel, constants = FORWARD[name]
+    text = ptx(kernel, **constants)
+    for what in (r"fma\.\S*f32", r"div\.(approx|full)", r"\.ftz", r"\b(atom|red)\."):
+        assert not re.search(what, text), f"{name}: {re.search(what, text).group()}"
+
+
+def test_contraction_would_be_seen(monkeypatch):
+    """Negative control: with fusion allowed the same source has contracted multiply-adds."""
+    monkeypatch.setitem(COMPILE, "enable_fp_fusion", True)
+    kernel, constants = FORWARD["rms_norm"]
+    assert re.search(r"fma\.\S*f32", ptx(kernel, **constants))
+
+
+def test_wide_rows_load_sixteen_bytes():
+    kernel, constants = FORWARD["rms_norm"]
+    assert re.search(r"ld\.global\.v4\.b32", ptx(kernel, **constants))

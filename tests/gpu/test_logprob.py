@@ -1,0 +1,75 @@
+"""Log-softmax and token logprob in Triton."""
+
+import pytest
+import torch
+
+from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops.logprob import reference
+from isoexec.ops.logprob import triton as logprob
+
+SHAPES = [(200, 200), (9000, 8900)]
+
+
+def _call(module, logits, tokens, vocab):
+    return module.token_logprob(logits, tokens, vocab_size=vocab, vocab_block=64)
+
+
+@pytest.mark.parametrize("V,vocab", SHAPES)
+def test_token_is_the_entry_of_the_row(random, device, V, vocab):
+    logits = random(4, V, dtype=torch.float32, scale=8.0)
+    logits[:, vocab:] = torch.nan  # padding must not matter, whatever it holds
+    tokens = torch.tensor([0, vocab - 1, 17, 130], device=device)
+    rows = logprob.log_softmax(logits, vocab_size=vocab, vocab_block=64)
+    assert_bit_equal(_call(logprob, logits, tokens, vocab), rows.gather(1, tokens[:, None]).squeeze(1))
+    assert (rows[:, vocab:] == -torch.inf).all()
+    want = torch.log_softmax(logits[:, :vocab].double(), -1)
+    assert (rows[:, :vocab] - want).abs().max() < 4e-6
+    assert_bit_equal(_call(logprob, logits[2:3], tokens[2:3], vocab), _call(logprob, logits, tokens, vocab)[2:3], "a row alone")
+    y = _call(logprob, logits, tokens, vocab)
+    assert not bit_equal(y, nudge(y, 2))
+    assert not bit_equal(_call(logprob, nudge(logits, 17 + 2 * V, 64), tokens, vocab), y)
+
+
+def test_block_sums_are_the_schedule_s(random):
+    """Same trees as the CPU backend: with exp taken once, the sums agree bit for bit."""
+    x = random(3, 200, dtype=torch.float32)
+    zero = torch.zeros(3, dtype=torch.float32, device=x.device)
+    sums = logprob._block_sums(x, zero, 199, 64)
+    e = torch.nn.functional.pad(torch.exp(x[:, :199]), (0, 57)).view(3, 4, 64)
+    assert (sums - e.sum(-1)).abs().max() <= 1e-6 * e.sum(-1).max()
+    assert_bit_equal(logprob._totals(sums).cpu(), reference._normaliser(sums.cpu()))
+
+
+@pytest.mark.parametrize("temperature", [0.7, [0.5, 1.0, 1.3]])
+def test_temperature(random, device, temperature):
+    logits = random(3, 300, dtype=torch.float32, scale=9.0)
+    logits[0, 0] = 2.0**-127  # subnormal
+    t = torch.tensor(temperature, dtype=torch.float32)
+    y = logprob.scale_by_temperature(logits, t.to(device))
+    assert_bit_equal(y.cpu(), reference.scale_by_temperature(logits.cpu(), t))
+    leaf = logits.requires_grad_()
+    (g,) = torch.autograd.grad(logprob.scale_by_temperature(leaf, t.to(device)), leaf, torch.ones_like(logits))
+    assert_bit_equal(g[:, 0].cpu(), (1.0 / t).expand(3).contiguous())
+
+
+@pytest.mark.parametrize("V,vocab", SHAPES[:1])
+def test_gradient(random, device, V, vocab):
+    logits, grad = random(3, V, dtype=torch.float32, scale=3.0), random(3, dtype=torch.float32)
+    tokens = torch.tensor([5, vocab - 1, 64], device=device)
+    leaf, host = logits.clone().requires_grad_(), logits.cpu().requires_grad_()
+    (got,) = torch.autograd.grad(_call(logprob, leaf, tokens, vocab), leaf, grad)
+    (want,) = torch.autograd.grad(_call(reference, host, tokens.cpu(), vocab), host, grad.cpu())
+    assert (got.cpu() - want).abs().max() <= 2e-6
+    (again,) = torch.autograd.grad(_call(logprob, leaf, tokens, vocab), leaf, grad)
+    assert_bit_equal(got, again, "gradient of a second run")
+
+
+def test_no_extra_logits(random, hardware):
+    """token_logprob holds no second [T, V] fp32 tensor."""
+    logits = random(64, 100_000, dtype=torch.float32)
+    tokens = torch.zeros(64, dtype=torch.int64, device=hardware)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _call(logprob, logits, tokens, 100_000)
+    assert torch.cuda.max_memory_allocated() - before < logits.nbytes / 16
