@@ -11,7 +11,11 @@ from isoexec.ops.matmul.reference import lm_head
 from isoexec.ops.moe import SCORING
 from isoexec.ops.moe.parallel import gather_rows, local_groups, sum_partials
 
-router_logits = lm_head  # the same product: bf16 operands, fp32 accumulation, no rounding to bf16
+
+def router_logits(x, weight):
+    if not x.shape[0]:  # an expert-parallel rank may bring no token; its weight still gets a gradient, of zeros
+        return x.float() @ weight.float().T
+    return lm_head(x, weight)  # the same product: bf16 operands, fp32 accumulation, no rounding to bf16
 
 
 def scores(logits, scoring):
