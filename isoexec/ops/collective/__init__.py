@@ -37,3 +37,19 @@ def column_parallel_input(x, *, tp=None):
     Returns:
         [T, D] bf16.
     """
+
+
+@op("collective.rows_of_owners", cpu=".reference:rows_of_owners", hazards=("adding zeros for absent rows would turn -0.0 into +0.0",))
+def rows_of_owners(rows, owner, *, tp):
+    """Each token's row from the rank that owns it (a vocabulary-parallel embedding); what other ranks hold there is not read.
+
+    Backward: a rank gets the gradients of the rows it owns, +0.0 elsewhere.
+
+    Args:
+        rows: [T, D] bf16, this rank's candidates for every token.
+        owner: [T] int64, rank that owns each token's row.
+        tp: :class:`TensorParallel`.
+
+    Returns:
+        [T, D] bf16 (with sequence parallelism this rank's tokens, [T / n, D]).
+    """

@@ -58,3 +58,24 @@ class _ColumnParallelInput(torch.autograd.Function):
 
 def column_parallel_input(x, *, tp=None):
     return x if group_size(tp) == 1 else _ColumnParallelInput.apply(x, tp)
+
+
+class _RowsOfOwners(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, owner, tp):
+        ctx.tp = tp
+        ctx.save_for_backward(owner)
+        # One gather of T rows per rank: an all-to-all would move less, and matters once D * T does.
+        chosen = all_gather(rows, tp.group)[owner, torch.arange(len(owner), device=rows.device)]
+        return own_rows(chosen, tp.group) if tp.sequence_parallel else chosen
+
+    @staticmethod
+    def backward(ctx, grad):
+        (owner,) = ctx.saved_tensors
+        if ctx.tp.sequence_parallel:
+            grad = all_gather(grad, ctx.tp.group).flatten(0, 1)
+        return torch.where((owner == dist.get_rank(ctx.tp.group)).unsqueeze(1), grad, 0), None, None
+
+
+def rows_of_owners(rows, owner, *, tp):
+    return _RowsOfOwners.apply(rows, owner, tp)
