@@ -165,19 +165,22 @@ def load_hf(model: torch.nn.Module, hf_config, folder: str | Path, *, layer_offs
             parameter.copy_(tensor)
 
 
-def hf_tensors(model: torch.nn.Module, hf_config, *, layer_offset: int = 0, group=None) -> dict[str, Tensor]:
+def hf_tensors(
+    model: torch.nn.Module, hf_config, *, layer_offset: int = 0, group=None, read: Callable[[torch.nn.Parameter], Tensor] = torch.Tensor.detach
+) -> dict[str, Tensor]:
     """Whole HF tensors of a ``GPTModel``'s parameters, copies on the CPU.
 
     Args:
         model, hf_config, layer_offset: as in :func:`load_hf`.
         group: tensor-parallel process group or None; every rank of it must call and gets the whole tensors.
+        read: what to export of a parameter: its value, or for example its gradient.
     """
     parameters = _global_parameters(model, layer_offset)
     found = {}
     for entry in entries(hf_config):
         if entry.name not in parameters:
             continue
-        whole = entry.unshard(_gather(parameters[entry.name].detach(), group))
+        whole = entry.unshard(_gather(read(parameters[entry.name]), group))
         if entry.hf[0] in _VOCABULARY:
             whole = whole[: hf_config.vocab_size]
         found.update(zip(entry.hf, (part.cpu().clone().contiguous() for part in entry.split(whole)), strict=True))

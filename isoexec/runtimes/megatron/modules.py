@@ -71,7 +71,9 @@ class VocabularyEmbedding(VocabParallelEmbedding):
         tp = tensor_parallel(self.tp_group, self.reduce_scatter_embeddings)
         if tp is None:
             return embedding.embedding(input_[0], self.weight).unsqueeze(0)
-        x = embedding.vocab_parallel_embedding(input_[0], self.weight, tp=tp)
+        owner = input_[0] // self.num_embeddings_per_partition
+        local = torch.where(owner == self.tp_group.rank(), input_[0] - self.vocab_start_index, 0)
+        x = collective.rows_of_owners(embedding.embedding(local, self.weight), owner, tp=tp)
         return x.unsqueeze(1 if tp.sequence_parallel else 0)
 
 

@@ -25,8 +25,8 @@ from isoexec.ops._core.bits import row_digests
 from isoexec.runtimes.megatron import checkpoint, packing
 from isoexec.runtimes.megatron import model as models
 from isoexec.runtimes.megatron.groups import ProcessGroups
-from isoexec.runtimes.megatron.scoring import scorer
 from isoexec.runtimes.megatron.packing import MicroBatch, Pair
+from isoexec.runtimes.megatron.scoring import scorer
 
 DEFAULT_PACK = 4096  # tokens
 
@@ -143,14 +143,21 @@ class PolicyTrainer:
         return {"loss": sum(losses) / len(batches) if losses else None, "grad_norm": float(grad_norm)}
 
     def export_hf(self, path: str) -> None:
-        """Write ``path/model.safetensors`` with HF names, bf16; every rank calls, the first tensor-parallel rank writes."""
-        groups = self._groups.collection
-        tensors = checkpoint.hf_tensors(
-            self.gpt, self.hf_config, layer_offset=models.layer_offset(self.gpt, groups), group=groups.tp
-        )
-        tensors = checkpoint.gather_stages(tensors, groups.pp)
-        if groups.tp.rank() == 0 and groups.pp.rank() == 0:
+        """Write ``path/model.safetensors`` with HF names, bf16; every rank calls, rank 0 writes."""
+        tensors = self._hf_tensors(torch.Tensor.detach)
+        if torch.distributed.get_rank() == 0:
             checkpoint.save_hf(tensors, path)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """fp32 gradients of the last :meth:`train_step`, clipped, by HF name; one data-parallel rank only. Every rank calls."""
+        return self._hf_tensors(lambda parameter: parameter.main_grad)
+
+    def _hf_tensors(self, read) -> dict[str, torch.Tensor]:
+        groups = self._groups.collection
+        offset = models.layer_offset(self.gpt, groups)
+        return checkpoint.gather_stages(
+            checkpoint.hf_tensors(self.gpt, self.hf_config, layer_offset=offset, group=groups.tp, read=read), groups.pp
+        )
 
     def close(self) -> None:
         """Free the model and end the process groups that this trainer made."""

@@ -1,0 +1,157 @@
+"""Scoring under a contract: the same bits however sequences are packed, ordered, recomputed or differentiated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isoexec.contract import ContractError
+from isoexec.ops._core import registry
+from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+
+
+@pytest.fixture(scope="module")
+def trainer(under_contract, model_folder):
+    from isoexec.runtimes.megatron.trainer import PolicyTrainer
+
+    trainer = PolicyTrainer(model_folder)
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture(scope="module")
+def alone(trainer, sequences):
+    """Every sequence in a micro-batch of its own."""
+    return trainer.logprobs(sequences, temperature=0.7, with_rows=True, packing=[[i] for i in range(len(sequences))])
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for index, (a, b) in enumerate(zip(found, expected)):
+        assert_bit_equal(a.logprobs, b.logprobs, f"logprobs of sequence {index}")
+        assert a.row_digests == b.row_digests
+
+
+@pytest.mark.parametrize("packing", [4096, 100, 1, [[5, 0, 3], [1], [4, 2]]])
+def test_packing_moves_no_bit(trainer, sequences, alone, packing):
+    assert_same(trainer.logprobs(sequences, temperature=0.7, with_rows=True, packing=packing), alone)
+
+
+def test_order_moves_no_bit(trainer, sequences, alone):
+    order = [3, 5, 0, 2, 1, 4]
+    assert_same(trainer.logprobs([sequences[i] for i in order], temperature=0.7, with_rows=True), [alone[i] for i in order])
+
+
+def test_a_forward_with_gradients_has_the_same_bits(trainer, sequences, alone):
+    assert_same(trainer.logprobs(sequences, temperature=0.7, with_rows=True, grad=True), alone)
+    assert not any(p.main_grad.any() for p in trainer.gpt.parameters()), "scoring must leave no gradient behind"
+
+
+def test_recomputed_activations_have_the_same_bits(trainer, sequences, alone):
+    before = registry.served()
+    assert_same(trainer.logprobs(sequences, temperature=0.7, with_rows=True, recompute=True, packing=100), alone)
+    calls = {key: n - before.get(key, 0) for key, n in registry.served().items()}
+    layers = trainer.config.num_layers
+    packs = 4  # 21 + 12 + 65 tokens, 68, 66, 139
+    recomputed = calls["attention.varlen", "trainer_recompute", "isoexec.ops.attention.reference:varlen"]
+    assert recomputed == layers * packs == calls["attention.varlen", "trainer_forward", "isoexec.ops.attention.reference:varlen"]
+    assert trainer.config.recompute_granularity is None
+
+
+def test_a_weight_that_changes_before_recomputation_shows(trainer, sequences, alone):
+    """Negative control of the recompute test: what it compares does come from backward."""
+    weight = trainer.gpt.decoder.layers[1].mlp.linear_fc2.weight
+    kept = weight.detach().clone()
+    packs = [list(range(len(sequences)))]
+
+    def plant(*unused):
+        with torch.no_grad():
+            weight.copy_(nudge(kept, index=weight.numel() // 2, ulps=1 << 6))
+
+    handle = trainer.gpt.output_layer.register_full_backward_pre_hook(plant)
+    try:
+        found = trainer.logprobs(sequences, temperature=0.7, recompute=True, packing=packs)
+    finally:
+        handle.remove()
+        with torch.no_grad():
+            weight.copy_(kept)
+    assert not all(bit_equal(a.logprobs, b.logprobs) for a, b in zip(found, alone))
+
+
+def test_one_ulp_in_one_weight_shows(trainer, sequences, alone):
+    weight = trainer.gpt.decoder.layers[0].input_layernorm.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(nudge(kept))
+    found = trainer.logprobs(sequences, temperature=0.7, with_rows=True)
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert not any(a.row_digests == b.row_digests for a, b in zip(found, alone))
+    assert_same(trainer.logprobs(sequences, temperature=0.7, with_rows=True), alone)
+
+
+def test_every_op_is_attributed(trainer, sequences):
+    before = registry.served()
+    trainer.logprobs(sequences, temperature=1.0)
+    cases = {case for (_, case, _), n in registry.served().items() if n > before.get((_, case, _), 0)}
+    assert "trainer_score" in cases
+    assert not any(case is None and n > before.get((op, case, by), 0) for (op, case, by), n in registry.served().items())
+
+
+def test_the_model_attributes_by_itself(trainer, sequences):
+    """A framework that calls the model directly sets no case."""
+    batch = trainer._micro_batches(sequences[:1], 4096)[0]
+    before = registry.served()
+    with torch.no_grad():
+        trainer.gpt(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed)
+    key = ("matmul.lm_head", "trainer_score", "isoexec.ops.matmul.reference:lm_head")
+    assert registry.served()[key] == before[key] + 1
+
+
+def test_close_to_transformers_in_fp32(trainer, sequences, model_folder):
+    from transformers import Qwen3ForCausalLM
+
+    reference = Qwen3ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    for (prompt, generated), score in zip(sequences, trainer.logprobs(sequences, temperature=0.7), strict=True):
+        ids = torch.tensor([[*prompt, *generated]])
+        with torch.no_grad():
+            rows = torch.log_softmax(reference(ids).logits[0, len(prompt) - 1 : -1] / 0.7, -1)
+        expected = rows.gather(1, torch.tensor(generated)[:, None])[:, 0]
+        difference = (score.logprobs - expected).abs()
+        assert difference.max() < 0.25 and difference.mean() < 0.06, (difference.max(), difference.mean())
+
+
+def test_no_generated_token(trainer, sequences, alone):
+    pairs = [(sequences[0][0], []), sequences[1], (sequences[3][0], [])]
+    found = trainer.logprobs(pairs, temperature=0.7, with_rows=True)
+    assert [len(s.logprobs) for s in found] == [0, len(sequences[1][1]), 0] and found[0].row_digests == []
+    assert_same(found[1:2], alone[1:2])
+    assert [s.logprobs.shape for s in trainer.logprobs(pairs[:1], temperature=0.7)] == [(0,)]
+
+
+def test_no_prompt_is_refused(trainer):
+    with pytest.raises(ContractError, match="sequence 1.*at least one token"):
+        trainer.logprobs([([1], [2]), ([], [3])], temperature=1.0)
+
+
+def test_batches_that_are_not_packed_are_refused(trainer):
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(ContractError, match="one row of packed tokens, found 2"):
+        trainer.gpt(ids, ids, None)
+
+
+def test_one_unpacked_sequence_has_the_bits_of_a_pack(trainer, sequences):
+    ids = torch.tensor([sequences[5][0]])
+    batch = trainer._micro_batches([sequences[1], (sequences[5][0], [])], 4096)[0]
+    with torch.no_grad():
+        unpacked = trainer.gpt(ids, torch.arange(ids.shape[1])[None], None)
+        packed = trainer.gpt(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed)
+    assert unpacked.dtype == torch.float32
+    assert_bit_equal(unpacked[0], packed[0, -ids.shape[1] :], "logits")
+
+
+def test_a_pack_that_leaves_tokens_out_is_refused(trainer, sequences):
+    batch = trainer._micro_batches(sequences[:2], 4096)[0]
+    batch.packed.cu_seqlens_q[-1] -= 1
+    with pytest.raises(ContractError, match="cu_seqlens_q: expected to end at the 33 tokens"):
+        trainer.gpt(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed)
