@@ -2,7 +2,7 @@
 
 torch's exp, sigmoid, silu, softplus and sum take a vector path or a scalar tail depending on length, stride and alignment,
 and the two differ in the last bit. These are built from operations that IEEE 754 rounds correctly (add, subtract, multiply, divide,
-square root, conversion), each its own kernel, so an element's bits depend on its value alone. exp and log are evaluated in fp64
+conversion, and the root inside rsqrt), each its own kernel, so an element's bits depend on its value alone. exp and log are evaluated in fp64
 and rounded once, to within 0.5000001 ulp of fp32; subnormal results are kept.
 """
 
@@ -115,8 +115,12 @@ def log1p(x: torch.Tensor) -> torch.Tensor:
 
 
 def rsqrt(x: torch.Tensor) -> torch.Tensor:
-    """1 / sqrt(x) of fp32 ``x``: a correctly rounded root, then a true division."""
-    return 1.0 / torch.sqrt(_fp32("rsqrt", x))
+    """1 / sqrt(x) of fp32 ``x``: a correctly rounded root, then a true division.
+
+    torch.rsqrt is these two processor instructions in every lane and tail. torch.sqrt is not: it calls a vector library (MKL VML)
+    that misses the correct rounding of one root in five, differently for a contiguous and a strided input.
+    """
+    return torch.rsqrt(_fp32("rsqrt", x))
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
