@@ -39,7 +39,7 @@ def _tiles(query_start_loc, seq_lens, repeat, kv_block):
 def _gather(cache, page_ids, length, keys):
     """The first ``keys`` keys or values of each tile's sequence, as fp32 [n, G, keys, K]. Beyond ``length`` [n] there is +0.0, by selection: the
     memory may hold anything, NaN included."""
-    heads_first = cache.transpose(1, 2).is_contiguous()
+    heads_first = cache.stride(2) > cache.stride(1)  # vLLM's CPU cache: follow memory, so that a page is copied in long runs
     packed = cache.transpose(1, 2) if heads_first else cache
     rows = packed.index_select(0, page_ids.flatten()).unflatten(0, page_ids.shape)
     rows = rows.transpose(1, 2) if heads_first else rows.permute(0, 3, 1, 2, 4)

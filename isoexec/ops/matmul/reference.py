@@ -56,8 +56,8 @@ class _Linear(torch.autograd.Function):
                 y = own_rows(y, tp.group)
         if bias is not None:
             y = y + bias.float()
-        y = y.to(dtype)
-        return y if tp is not None and tp.sequence_parallel else y.view(*x.shape[:-1], -1)
+        # Sequence parallelism keeps a part of the rows, so there x is [T, K].
+        return y.to(dtype) if len(y) != x.shape[:-1].numel() else y.to(dtype).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx, grad):
