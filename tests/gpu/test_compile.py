@@ -14,29 +14,33 @@ from triton.compiler import ASTSource
 
 from isoexec.ops._core.triton_math import COMPILE
 from isoexec.ops.activation import triton as activation
+from isoexec.ops.attention import triton as attention
 from isoexec.ops.logprob import triton as logprob
+from isoexec.ops.matmul import triton as matmul
 from isoexec.ops.norm import triton as norm
 from isoexec.ops.rope import triton as rope
 
 _TYPES = {
     "eps": "fp32", "r_out": "*fp32", "cos": "*fp32", "sin": "*fp32", "cos_out": "*fp32", "sin_out": "*fp32", "positions": "*i64",
     "frequencies": "*fp32", "logits": "*fp32", "maximum": "*fp32", "maxima": "*fp32", "totals": "*fp32", "sums": "*fp32", "target": "*fp32",
-    "out": "*fp32", "temperature": "*fp32",
+    "out": "*fp32", "temperature": "*fp32", "lse": "*fp32", "partials": "*fp32", "scale": "fp32", "cu_seqlens": "*i32", "seq_lens": "*i32",
+    "block_table": "*i32",
 }  # fmt: skip
-_BF16 = {"x", "y", "residual", "gate", "weight", "total", "gate_up"}
+_BF16 = {"x", "y", "residual", "gate", "weight", "total", "gate_up", "q", "keys", "values", "w", "bias"}
+_ALIGNED = {"x_outer", "gate_outer", "outer", "x_stride", "w_stride", "q_token", "q_head", "k_page", "k_token", "k_head", "v_page", "v_token", "v_head"}
 
 
-def ptx(kernel, warps=4, **constants):
+def ptx(kernel, warps=4, stages=3, **constants):
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
             continue
         signature[name] = _TYPES.get(name, "*bf16" if name in _BF16 else "i32")
-        if signature[name].startswith("*") or name in ("x_outer", "gate_outer", "outer"):
+        if signature[name].startswith("*") or name in _ALIGNED:
             attributes[i,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **COMPILE}).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages, **COMPILE}).asm["ptx"]
 
 
 _NORM = dict(D=2048, N=2048, LOGN=11, R=1, SAVE=False)
@@ -50,6 +54,7 @@ FORWARD = {
     "sigmoid_gate": (activation.sigmoid_gate_kernel, dict(D=128, R=16, BLOCK=128, ONE=False)),
     "temperature": (logprob.scale_kernel, dict(PER_ROW=False, TILE=4096)),
     "block sums": (logprob.sums_kernel, dict(BLOCK=64, LOGB=6, PER_TILE=64)),
+    "tree": (matmul.tree_kernel, dict(BIAS=True, LEAVES=8, BLOCK=1024)),
     "totals": (logprob.total_kernel, dict(N=4096, LOGN=12)),
 }
 
@@ -72,3 +77,19 @@ def test_contraction_would_be_seen(monkeypatch):
 def test_wide_rows_load_sixteen_bytes():
     kernel, constants = FORWARD["rms_norm"]
     assert re.search(r"ld\.global\.v4\.b32", ptx(kernel, **constants))
+
+
+@pytest.mark.parametrize("leaves,tiles", [(1, matmul.SMALL), (1, matmul.LARGE), (8, matmul._TREE)])
+def test_products_run_on_the_wide_matrix_unit(leaves, tiles):
+    BM, BN, BK, warps, stages = tiles
+    text = ptx(matmul.product_kernel, warps, stages, BIAS=False, LEAVES=leaves, BM=BM, BN=BN, BK=BK, GROUP=8)
+    assert "wgmma" in text and not re.search(r"\bmma\.sync", text)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("K", [64, 256])
+def test_attention_runs_on_the_wide_matrix_unit(K, paged):
+    constants = dict(G=4, REPEAT=4, K=K, N=K, ROWS=64, KV=64, PAGED=paged)
+    text = ptx(attention.forward_kernel, 4, 2 if K <= 128 else 1, **constants)
+    assert "wgmma" in text and not re.search(r"\bmma\.sync", text)
+    assert not re.search(r"fma\.rn\.f32|div\.(approx|full)|\b(atom|red)\.", text)

@@ -12,7 +12,7 @@ _HAZARDS = (
 )
 
 
-@op("attention.varlen", cpu=".reference:varlen", hazards=_HAZARDS)
+@op("attention.varlen", cpu=".reference:varlen", cuda=".gpu:varlen", hazards=_HAZARDS)
 def varlen(q, k, v, cu_seqlens, *, scale, kv_block):
     """Causal attention over packed sequences.
 
@@ -28,7 +28,7 @@ def varlen(q, k, v, cu_seqlens, *, scale, kv_block):
     """
 
 
-@op("attention.paged", cpu=".reference:paged", hazards=_HAZARDS)
+@op("attention.paged", cpu=".reference:paged", cuda=".gpu:paged", hazards=_HAZARDS)
 def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block):
     """Causal attention of new tokens against a paged cache that already holds them (see :func:`write_cache`).
 
@@ -45,7 +45,7 @@ def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, 
     """
 
 
-@op("attention.write_cache", cpu=".reference:write_cache")
+@op("attention.write_cache", cpu=".reference:write_cache", cuda=".gpu:write_cache")
 def write_cache(k, v, key_cache, value_cache, slot_mapping):
     """Store new keys and values in the paged cache, in place.
 

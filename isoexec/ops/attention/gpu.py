@@ -1,0 +1,74 @@
+"""Attention on a GPU. Architecture and head size pick the kernel, for every case alike: FlashAttention 3 on sm_90 where its bits are proven, the
+Triton form elsewhere."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from isoexec.ops.attention import fa3
+from isoexec.ops.attention import triton as portable
+from isoexec.ops.attention.triton import write_cache
+
+__all__ = ["paged", "varlen", "write_cache"]
+
+
+@functools.lru_cache(maxsize=None)
+def uses_fa3(device: torch.device, head_size: int) -> bool:
+    return head_size in fa3.HEAD_SIZES and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+class _Varlen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens, scale, kv_block):
+        T, _, K = q.shape
+        # The longest sequence is not read back: T bounds it, and a bound moves no bit.
+        if uses_fa3(q.device, K):
+            out, lse = fa3.attend(q, k, v, cu_seqlens, scale, longest_q=T, longest_k=T, cu_seqlens_k=cu_seqlens)
+        else:
+            out, lse = portable.attend(q, k, v, cu_seqlens, scale, kv_block, longest_q=T)
+        ctx.save_for_backward(q, k, v, cu_seqlens, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
+        T = q.shape[0]
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout state
+        with _deterministic():
+            grads = torch.ops.aten._flash_attention_backward(
+                grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out, lse, cu_seqlens, cu_seqlens, T, T, 0.0, True,
+                unused, unused[:0], scale=ctx.scale,
+            )  # fmt: skip
+        return *grads, None, None, None
+
+
+class _deterministic:
+    """torch's flash backward adds dq by atomics unless deterministic algorithms are asked for; they are, for this one call."""
+
+    def __enter__(self):
+        self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+
+    def __exit__(self, *exc):
+        torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
+
+
+def varlen(q, k, v, cu_seqlens, *, scale, kv_block):
+    if not q.shape[0]:
+        return torch.zeros_like(q)
+    return _Varlen.apply(q, k, v, cu_seqlens, float(scale), kv_block)
+
+
+def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block):
+    T, _, K = q.shape
+    if not T:
+        return torch.zeros_like(q)
+    if uses_fa3(q.device, K):
+        longest_k = block_table.shape[1] * key_cache.shape[1]
+        return fa3.attend(q, key_cache, value_cache, query_start_loc, float(scale), longest_q=T, longest_k=longest_k, seq_lens=seq_lens,
+                          block_table=block_table)[0]  # fmt: skip
+    return portable.attend(q, key_cache, value_cache, query_start_loc, float(scale), kv_block, longest_q=T, seq_lens=seq_lens,
+                           block_table=block_table)[0]  # fmt: skip

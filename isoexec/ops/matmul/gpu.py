@@ -1,0 +1,89 @@
+"""Matrix products on a GPU. The architecture picks the provider, for every case alike: DeepGEMM on sm_90, the Triton form elsewhere."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from isoexec.contract import ContractError
+from isoexec.ops.collective.reference import all_gather, group_size, own_rows, sum_over_ranks
+from isoexec.ops.matmul import deep_gemm
+from isoexec.ops.matmul import triton as portable
+from isoexec.ops.matmul.reference import _same_k
+
+_PARTIAL_BYTES = 32 << 20  # leaves of a run of rows stay in the L2 cache until their tree is taken
+
+
+@functools.lru_cache(maxsize=None)
+def uses_deep_gemm(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def product(x, weight, dtype, bias=None, leaves=1):
+    """``x`` [M, K] times ``weight`` [N, K] transposed -> [M, N] in ``dtype``."""
+    if not uses_deep_gemm(x.device):
+        return portable.product(x, weight, dtype, bias, leaves)
+    x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
+    if leaves == 1:
+        y = deep_gemm.product(x, weight, dtype if bias is None else torch.float32)
+        return y if bias is None else portable.tree(y.unsqueeze(0), dtype, bias)
+    rows = max(_PARTIAL_BYTES // (4 * leaves * weight.shape[0]) // 128 * 128, 128)
+    runs = [portable.tree(deep_gemm.leaves(run, weight, leaves), dtype, bias) for run in x.split(rows)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, leaves, tp, dtype):
+        ctx.save_for_backward(x, weight)
+        ctx.tp, ctx.bias_dtype = tp, None if bias is None else bias.dtype
+        flat = x.flatten(0, -2)
+        if tp is None:
+            y = product(flat, weight, dtype, bias, leaves)
+        else:
+            y = sum_over_ranks(product(flat, weight, torch.float32, None, leaves), tp.group)
+            if tp.sequence_parallel:
+                y = own_rows(y, tp.group)
+            y = portable.tree(y.unsqueeze(0), dtype, bias)
+        # Sequence parallelism keeps a part of the rows, so there x is [T, K].
+        return y if tp is not None and tp.sequence_parallel else y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        # Gradients promise determinism, not the schedule's bits: the native products, bf16 operands, fp32 accumulation.
+        x, weight = ctx.saved_tensors
+        g = grad.flatten(0, -2)
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_bias = g.float().sum(0).to(ctx.bias_dtype)
+        g = g.to(x.dtype)
+        if ctx.tp is not None and ctx.tp.sequence_parallel:
+            g = all_gather(g, ctx.tp.group).flatten(0, 1)
+        if ctx.needs_input_grad[0]:
+            grad_x = (g @ weight).view_as(x)
+        if ctx.needs_input_grad[1]:
+            grad_weight = g.mT @ x.flatten(0, -2)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def linear(x, weight, bias=None):
+    _same_k("matmul.linear", x, weight)
+    return _Linear.apply(x, weight, bias, 1, None, x.dtype)
+
+
+def lm_head(x, weight):
+    _same_k("matmul.lm_head", x, weight)
+    return _Linear.apply(x, weight, None, 1, None, torch.float32)
+
+
+def row_parallel_linear(x, weight, *, leaves, tp=None, bias=None):
+    _same_k("matmul.row_parallel_linear", x, weight)
+    ranks = group_size(tp)
+    K = x.shape[-1] * ranks
+    if leaves < 1 or leaves & (leaves - 1) or leaves % ranks or K % (leaves if leaves == 1 else 16 * leaves):
+        raise ContractError(
+            f"matmul.row_parallel_linear: K = {K}, {leaves} leaves, {ranks} tensor-parallel ranks; expected a power of two of leaves that the "
+            "degree divides, and K a multiple of 16 * leaves: build a contract whose numerics.row_leaves fits"
+        )
+    return _Linear.apply(x, weight, bias, leaves // ranks, tp if ranks > 1 else None, x.dtype)

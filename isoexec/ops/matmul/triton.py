@@ -1,0 +1,121 @@
+"""Portable matrix products in Triton: each output tile is accumulated in ascending K by one program, the leaves' tree in registers.
+
+Tiles are at least 64 rows high, so that every M runs the same matrix instruction; a row's bits depend on the row and the weight alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from isoexec.contract import ContractError
+from isoexec.ops._core.triton_math import COMPILE, dot_add
+
+#: (rows, columns, K step, warps, pipeline stages): for M <= 64 and beyond. Committed, never tuned at run time; moves no bit but by the K step.
+SMALL, LARGE = (64, 64, 64, 4, 4), (128, 128, 64, 8, 3)
+_TREE = (64, 64, 64, 4, 4)  # the tree keeps up to four accumulators
+MAX_LEAVES = 8
+
+
+@triton.jit
+def _leaf(x, w, rm, rn, M, N, first, last, x_stride, w_stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """fp32 sum over K in [first, last), ascending from +0.0."""
+    acc = tl.zeros([BM, BN], dtype=tl.float32)
+    for k0 in range(first, last, BK):
+        k = k0 + tl.arange(0, BK)
+        a = tl.load(x + rm[:, None] * x_stride + k[None, :], mask=(rm < M)[:, None] & (k < last)[None, :], other=0.0)
+        b = tl.load(w + rn[:, None] * w_stride + k[None, :], mask=(rn < N)[:, None] & (k < last)[None, :], other=0.0)
+        acc = dot_add(a, tl.trans(b), acc)
+    return acc
+
+
+@triton.jit
+def product_kernel(x, w, bias, y, M, N, K, x_stride, w_stride, BIAS: tl.constexpr, LEAVES: tl.constexpr, BM: tl.constexpr,
+                   BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """``LEAVES`` equal parts of K, added by the balanced tree (neighbours first)."""
+    columns = tl.cdiv(N, BN)
+    group = tl.program_id(0) // (GROUP * columns)
+    height = tl.minimum(tl.cdiv(M, BM) - group * GROUP, GROUP)
+    inside = tl.program_id(0) - group * (GROUP * columns)
+    rm = ((group * GROUP + inside % height) * BM + tl.arange(0, BM)).to(tl.int64)
+    rn = ((inside // height) * BN + tl.arange(0, BN)).to(tl.int64)
+    size = K // LEAVES
+    total = _leaf(x, w, rm, rn, M, N, 0, size, x_stride, w_stride, BM, BN, BK)
+    one = total
+    two = total
+    four = total
+    for g in tl.static_range(1, LEAVES):
+        total = _leaf(x, w, rm, rn, M, N, g * size, (g + 1) * size, x_stride, w_stride, BM, BN, BK)
+        if g % 2 == 0:
+            one = total
+        else:
+            total = one + total
+            if g % 4 == 1:
+                two = total
+            else:
+                total = two + total
+                if g % 8 == 3:
+                    four = total
+                else:
+                    total = four + total
+    if BIAS:
+        total = total + tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + rm[:, None] * N + rn[None, :], total.to(y.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+
+
+@triton.jit
+def tree_kernel(partials, bias, y, size, N, BIAS: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr):
+    """Partials [LEAVES, M, N] -> their balanced tree, bias, one rounding."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < size
+    total = tl.load(partials + at, mask=here, other=0.0)
+    one = total
+    two = total
+    four = total
+    for g in tl.static_range(1, LEAVES):
+        total = tl.load(partials + g * size + at, mask=here, other=0.0)
+        if g % 2 == 0:
+            one = total
+        else:
+            total = one + total
+            if g % 4 == 1:
+                two = total
+            else:
+                total = two + total
+                if g % 8 == 3:
+                    four = total
+                else:
+                    total = four + total
+    if BIAS:
+        total = total + tl.load(bias + at % N, mask=here, other=0.0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=here)
+
+
+def product(x, weight, dtype, bias=None, leaves=1, tiles=None):
+    """``x`` [M, K] bf16 times ``weight`` [N, K] bf16 transposed, by ``leaves`` parts of K; bias added in fp32 -> [M, N] in ``dtype``."""
+    x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
+    (M, K), N = x.shape, weight.shape[0]
+    if leaves > MAX_LEAVES:
+        raise ContractError(f"matmul: {leaves} leaves on one rank; the Triton form adds up to {MAX_LEAVES}")
+    y = torch.empty(M, N, dtype=dtype, device=x.device)
+    if y.numel():
+        BM, BN, BK, warps, stages = tiles or (_TREE if leaves > 1 else SMALL if M <= 64 else LARGE)
+        product_kernel[triton.cdiv(M, BM) * triton.cdiv(N, BN),](
+            x, weight, y if bias is None else bias, y, M, N, K, x.stride(0), weight.stride(0), bias is not None, leaves, BM, BN, BK, GROUP=8,
+            num_warps=warps, num_stages=stages, **COMPILE,
+        )  # fmt: skip
+    return y
+
+
+def tree(partials, dtype, bias=None):
+    """fp32 ``partials`` [G, M, N] -> the balanced tree over them (and the bias), rounded once to ``dtype``: [M, N]."""
+    G, M, N = partials.shape
+    if G > MAX_LEAVES:
+        raise ContractError(f"matmul: {G} partials on one rank; the Triton form adds up to {MAX_LEAVES}")
+    y = torch.empty(M, N, dtype=dtype, device=partials.device)
+    if y.numel():
+        tree_kernel[triton.cdiv(y.numel(), 1024),](
+            partials, y if bias is None else bias, y, y.numel(), N, bias is not None, G, 1024, num_warps=4, **COMPILE
+        )
+    return y

@@ -1,0 +1,124 @@
+"""Attention: packed, paged, chunked and decode give the same bits; the Triton form everywhere, FlashAttention 3 where it is routed."""
+
+import os
+
+import pytest
+import torch
+
+from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops.attention import gpu as ops
+from isoexec.ops.attention import reference
+from isoexec.ops.attention import triton as portable
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+LENGTHS = [70, 0, 33] if INTERPRET else [700, 0, 1, 1333]
+HEADS = [(4, 2, 32)] if INTERPRET else [(16, 4, 64), (32, 8, 128), (16, 16, 192), (16, 2, 256)]  # H, G, K
+
+
+def _routes():
+    """(kernel, H, G, K): the Triton form for all, and whatever the public op takes on this GPU."""
+    routes = [("triton", *heads) for heads in HEADS]
+    return routes if INTERPRET else routes + [("public", *heads) for heads in HEADS]
+
+
+def _varlen(route, q, k, v, cu, scale):
+    if route == "triton":
+        return portable.attend(q, k, v, cu, scale, 64, longest_q=len(q))[0]
+    return ops.varlen(q, k, v, cu, scale=scale, kv_block=64)
+
+
+def _paged(route, q, cache, table, seq_lens, start, scale):
+    if route == "triton":
+        return portable.attend(q, *cache, start, scale, 64, longest_q=len(q), seq_lens=seq_lens, block_table=table)[0]
+    return ops.paged(q, *cache, table, seq_lens, start, scale=scale, kv_block=64)
+
+
+def _ints(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+class Batch:
+    def __init__(self, random, H, G, K, device):
+        T = sum(LENGTHS)
+        self.q, self.k, self.v = random(T, H, K), random(T, G, K), random(T, G, K)
+        self.bounds = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
+        self.cu = _ints(self.bounds, device)
+        self.scale = K**-0.5
+
+
+def _cache(batch, page, device):
+    """Keys and values in shuffled pages of a cache that holds NaN elsewhere."""
+    needs = [-(-n // page) for n in LENGTHS]
+    order = torch.randperm(sum(needs) + 3, generator=torch.Generator().manual_seed(3)).tolist()
+    table = torch.zeros(len(LENGTHS), max(needs) + 1, dtype=torch.int32)
+    slots = []
+    for b, (n, count) in enumerate(zip(LENGTHS, needs)):
+        pages = [order.pop() for _ in range(count)]
+        table[b, :count] = torch.tensor(pages, dtype=torch.int32)
+        slots += [pages[i // page] * page + i % page for i in range(n)]
+    cache = [torch.full((sum(needs) + 3, page, *batch.k.shape[1:]), torch.nan, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    portable.write_cache(batch.k, batch.v, *cache, torch.tensor(slots, device=device))
+    return cache, table.to(device)
+
+
+@pytest.mark.parametrize("route,H,G,K", _routes())
+def test_every_case_has_the_same_bits(random, device, route, H, G, K):
+    batch = Batch(random, H, G, K, device)
+    whole = _varlen(route, batch.q, batch.k, batch.v, batch.cu, batch.scale)
+    for start, stop in zip(batch.bounds, batch.bounds[1:]):
+        at = slice(start, stop)
+        if stop > start:
+            alone = _varlen(route, batch.q[at], batch.k[at], batch.v[at], _ints([0, stop - start], device), batch.scale)
+            assert_bit_equal(alone, whole[at], f"sequence {at} alone")
+    last = len(LENGTHS) - 1
+    start, n = batch.bounds[last], LENGTHS[last]
+    for page in (16,) if INTERPRET else (16, 64, 256, 528):
+        cache, table = _cache(batch, page, device)
+        got = _paged(route, batch.q, cache, table, _ints(LENGTHS, device), batch.cu, batch.scale)
+        assert_bit_equal(got, whole, f"prefill, pages of {page}")
+        for t in (0, 1, n // 2, n - 2, n - 1):
+            got = _paged(route, batch.q[start + t : start + t + 1], cache, table[last:], _ints([t + 1], device), _ints([0, 1], device), batch.scale)
+            assert_bit_equal(got, whole[start + t : start + t + 1], f"decode of token {t}, pages of {page}")
+        tail = n // 3
+        both = [0, last]
+        rows = torch.cat([batch.q[LENGTHS[0] - 1 : LENGTHS[0]], batch.q[start + n - tail :]])
+        got = _paged(route, rows, cache, table[both], _ints([LENGTHS[i] for i in both], device), _ints([0, 1, 1 + tail], device), batch.scale)
+        assert_bit_equal(got[:1], whole[LENGTHS[0] - 1 : LENGTHS[0]], f"decode beside a chunk, pages of {page}")
+        assert_bit_equal(got[1:], whole[start + n - tail :], f"chunk beside a decode, pages of {page}")
+    moved = _varlen(route, batch.q, nudge(batch.k, 5, 64), batch.v, batch.cu, batch.scale)
+    assert not bit_equal(moved[: LENGTHS[0]], whole[: LENGTHS[0]])
+    assert_bit_equal(moved[LENGTHS[0] :], whole[LENGTHS[0] :], "other sequences")
+
+
+@pytest.mark.parametrize("route,H,G,K", _routes()[:: 1 if INTERPRET else 2])
+def test_near_the_cpu_backend(random, device, route, H, G, K):
+    batch = Batch(random, H, G, K, device)
+    at = slice(0, LENGTHS[0])
+    cu = _ints([0, LENGTHS[0]], device)
+    got = _varlen(route, batch.q[at], batch.k[at], batch.v[at], cu, batch.scale).cpu()
+    want = reference.varlen(batch.q[at].cpu(), batch.k[at].cpu(), batch.v[at].cpu(), cu.cpu(), scale=batch.scale, kv_block=64)
+    assert (got.float() - want.float()).norm() <= 5e-3 * want.float().norm()
+
+
+@pytest.mark.parametrize("H,G,K", HEADS)
+def test_gradients(random, hardware, H, G, K):
+    batch = Batch(random, H, G, K, hardware)
+    leaves = [x.detach().clone().requires_grad_() for x in (batch.q, batch.k, batch.v)]
+    grad = random(*batch.q.shape)
+
+    def run(inputs):
+        return torch.autograd.grad(ops.varlen(*inputs, batch.cu, scale=batch.scale, kv_block=64), inputs, grad)
+
+    got, again = run(leaves), run(leaves)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    total = 0.0
+    for start, stop in zip(batch.bounds, batch.bounds[1:]):
+        if stop > start:
+            q, k, v = (x[start:stop].transpose(0, 1) for x in doubles)
+            k, v = (x.repeat_interleave(H // G, 0) for x in (k, v))
+            mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=hardware).tril()
+            p = (q @ k.mT * batch.scale).masked_fill(~mask, -torch.inf).softmax(-1)
+            total = total + ((p @ v).transpose(0, 1) * grad[start:stop].double()).sum()
+    for g, second, want in zip(got, again, torch.autograd.grad(total, doubles)):
+        assert (g - want).norm() <= 8e-3 * want.norm()
+        assert_bit_equal(g, second, "gradient of a second run")
