@@ -33,6 +33,8 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--model", metavar="FOLDER", help="HF-format checkpoint (default: a small random one is made)")
     verify.add_argument("--full", action="store_true", help="the whole matrix of settings")
     verify.add_argument("--out", default="out", metavar="FOLDER", help="for verify.json, verify.png and logs/ (default: out)")
+    verify.add_argument("--prompts", type=int, metavar="N", help="at most N prompts (a large model on a small machine)")
+    verify.add_argument("--tokens", type=int, metavar="N", help="at most N new tokens for each prompt")
     verify.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
     verify.add_argument(
         "--plant-ulp", action="store_true", help="self-test: move one weight of the trainer's copy by one ulp; exit status 1 is expected"
@@ -55,7 +57,15 @@ def _verify(options) -> int:
     from isoexec.verify.run import make_options, verify
 
     return verify(
-        make_options(options.model, options.out, full=options.full, plant=options.plant_ulp, timeout=options.timeout)
+        make_options(
+            options.model,
+            options.out,
+            full=options.full,
+            plant=options.plant_ulp,
+            timeout=options.timeout,
+            prompts=options.prompts,
+            tokens=options.tokens,
+        )
     )
 
 

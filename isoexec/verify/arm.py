@@ -12,7 +12,7 @@ from isoexec.verify.compare import Comparison, Scored, compare
 from isoexec.verify.progress import Progress
 from isoexec.verify.prompts import make_prompts, packings, request_seeds
 from isoexec.verify.protocol import Worker, WorkerGroup
-from isoexec.verify.settings import EngineRun, EngineShape, Plan, Scoring, Setting
+from isoexec.verify.settings import SCORE, EngineShape, Plan, Scoring, Setting
 
 FIRST_WEIGHTS, SECOND_WEIGHTS = "first", "second"
 
@@ -37,11 +37,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class ModelUnderTest:
-    """Names and folders of the checkpoint; ``trainer_folder`` differs from ``folder`` only when a fault is planted."""
+    """Name and folders of the checkpoint.
+
+    The trainer opens ``trainer_folder``, which differs from ``folder`` only in the self-test. ``control_folder`` holds the checkpoint with
+    one weight off by one ulp.
+    """
 
     name: str
     folder: Path
     trainer_folder: Path
+    control_folder: Path
     vocab_size: int
     contract: Path
 
@@ -72,12 +77,7 @@ class ArmRun:
             WorkerError: a worker failed; the whole group has been stopped.
         """
         try:
-            self._enqueue(
-                "open",
-                model=str(self.model.trainer_folder),
-                contract=self._contract,
-                learning_rate=self.plan.learning_rate,
-            )
+            self._enqueue("open", **self._trainer_arguments(self.model.trainer_folder))
             for engine_run in self.plan.engines:
                 self._open(engine_run.shape)
                 for setting in engine_run.before:
@@ -95,6 +95,16 @@ class ArmRun:
             for s in self.samples
             for scoring in s.setting.scorings
         ]
+
+    def control(self) -> Comparison:
+        """Negative control, after :meth:`run`: the samples of ``train_on`` against a trainer with one weight off by one ulp."""
+        sample = next(s for s in self.samples if s.setting.name == self.plan.train_on)
+        self._trainer.call("open", self._timeout, **self._trainer_arguments(self.model.control_folder))
+        scores = self._score(sample, SCORE)
+        return compare(self.model.name, self.arm, f"{sample.setting.name} / planted ulp", sample.engine, scores)
+
+    def _trainer_arguments(self, folder: Path) -> dict:
+        return {"model": str(folder), "contract": self._contract, "learning_rate": self.plan.learning_rate}
 
     def _run_after_sync(self) -> None:
         """The engine that is open comes first: its caches hold what the old weights computed."""
@@ -150,22 +160,24 @@ class ArmRun:
         self._progress(f"{self.arm}: {setting.name}: {count} tokens sampled in {time.monotonic() - began:.1f} s")
 
     def _enqueue_score(self, sample: Sample, scoring: Scoring) -> None:
-        sequences = sample.sequences()
-        lengths = [len(p) + len(t) for p, t in sequences]
-
         def score():
-            answer = self._trainer.call(
-                "score",
-                self._timeout,
-                sequences=sequences,
-                temperature=sample.setting.temperature,
-                packing=packings(lengths, tokens=scoring.pack_tokens, seed=scoring.pack_seed),
-                grad=scoring.grad,
-                recompute=scoring.recompute,
-            )
-            sample.trainer[scoring.name] = [Scored(a["logprobs"], a["rows"]) for a in answer]
+            sample.trainer[scoring.name] = self._score(sample, scoring)
 
         self._submit(score)
+
+    def _score(self, sample: Sample, scoring: Scoring) -> list[Scored]:
+        sequences = sample.sequences()
+        lengths = [len(p) + len(t) for p, t in sequences]
+        answer = self._trainer.call(
+            "score",
+            self._timeout,
+            sequences=sequences,
+            temperature=sample.setting.temperature,
+            packing=packings(lengths, tokens=scoring.pack_tokens, seed=scoring.pack_seed),
+            grad=scoring.grad,
+            recompute=scoring.recompute,
+        )
+        return [Scored(a["logprobs"], a["rows"]) for a in answer]
 
     def _step(self) -> None:
         sample = next(s for s in self.samples if s.setting.name == self.plan.train_on)

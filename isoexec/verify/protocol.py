@@ -92,6 +92,7 @@ class Worker:
         """Start ``python -m module`` with ``environment`` laid over this process's (None removes a variable)."""
         self.name, self.log = name, log
         self.seconds: dict[str, list[float]] = {}  # operation -> wall-clock and CPU seconds
+        self._has_started = False
         merged = {**os.environ, **{k: v for k, v in environment.items() if v is not None}}
         for key in (k for k, v in environment.items() if v is None):
             merged.pop(key, None)
@@ -111,8 +112,10 @@ class Worker:
         threading.Thread(target=self._read, name=f"read {name}", daemon=True).start()
 
     def started(self, timeout: float) -> None:
-        """Wait until the worker has imported what it needs."""
-        self._answer("start", timeout)
+        """Wait until the worker has imported what it needs. :meth:`call` does it too."""
+        if not self._has_started:
+            self._answer("start", timeout)
+            self._has_started = True
 
     def call(self, operation: str, timeout: float, **arguments):
         """Result of ``operation``.
@@ -121,6 +124,7 @@ class Worker:
             WorkerRefused: the operation raised a ContractError.
             WorkerError: it raised anything else, the worker died, or there was no answer within ``timeout`` seconds.
         """
+        self.started(timeout)
         try:
             self._process.stdin.write(json.dumps({"do": operation, "with": arguments}) + "\n")
             self._process.stdin.flush()

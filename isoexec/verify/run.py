@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,9 @@ class Options:
     timeout: float = 600.0
 
 
-def make_options(model: str | None, out: str, *, full: bool, plant: bool, timeout: float) -> Options:
+def make_options(
+    model: str | None, out: str, *, full: bool, plant: bool, timeout: float, prompts: int | None = None, tokens: int | None = None
+) -> Options:
     """Check the inputs before anything is started.
 
     Raises:
@@ -56,7 +59,10 @@ def make_options(model: str | None, out: str, *, full: bool, plant: bool, timeou
     folder = Path(model).resolve() if model else None
     if folder:
         check_model(folder)
-    return Options(folder, Path(out), plan, plant, timeout)
+    for name, value in (("prompts", prompts), ("tokens", tokens)):
+        if value is not None and value < 8:
+            raise ContractError(f"--{name} {value}: expected at least 8, else settings do not exercise what they claim")
+    return Options(folder, Path(out), plan.limited(prompts, tokens), plant, timeout)
 
 
 def verify(options: Options) -> int:
@@ -79,8 +85,9 @@ def verify(options: Options) -> int:
         first = group.error or error
         print(f"isoexec verify: {first}", file=sys.stderr)
         return BAD_INPUT if isinstance(first, (WorkerRefused, ContractError)) else INCONCLUSIVE
-    except OSError as error:
-        print(f"isoexec verify: {error}; nothing was concluded", file=sys.stderr)
+    except Exception as error:  # an exit status of 1 must mean that logprobs differ
+        traceback.print_exc()
+        print(f"isoexec verify: {type(error).__name__}: {error}; nothing was concluded", file=sys.stderr)
         return INCONCLUSIVE
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -120,11 +127,9 @@ class _Run:
                 self._group.start(f"trainer-{arm}", "isoexec.verify.trainer_worker", environment),
             )
         self._progress(f"{len(self._group.workers)} processes import their frameworks; logs: {self._options.out / 'logs'}")
-        self._started: set[Worker] = set()
 
     def _make_checkpoint(self, architecture: str) -> Path:
         """The reference makes it, while the others still import."""
-        self._await(self._reference)
         folder = self._work / architecture
         self._reference.call(
             "make_checkpoint", self._options.timeout, folder=str(folder), architecture=architecture, seed=0
@@ -136,21 +141,24 @@ class _Run:
         model = self._describe(folder)
         runs = {arm: self._arm_run(arm, model) for arm in self._arms}
         with ThreadPoolExecutor(len(runs), thread_name_prefix="arm") as pool:
-            futures = {arm: pool.submit(self._run_arm, arm, run) for arm, run in runs.items()}
+            futures = {arm: pool.submit(run.run) for arm, run in runs.items()}
             try:
                 comparisons = [c for future in futures.values() for c in future.result()]
             except BaseException as error:  # also Ctrl-C: the arms end when their workers do
                 self._group.fail(error)
                 raise
+        control = runs["isoexec"].control()
+        self._progress(f"control: one ulp in one weight changes {control.tokens - control.equal_tokens} of {control.tokens} tokens")
         samples = {arm: run.samples for arm, run in runs.items()}
         for arm_samples in samples.values():
             add_changed_logprobs(arm_samples)
         errors = {arm: self._accuracy(model, run) for arm, run in runs.items()} if "native" in runs else {}
-        self._verdict.judge_model(model.name, comparisons, samples, errors)
+        self._verdict.judge_model(model.name, comparisons, samples, errors, control)
         self._comparisons += comparisons
         self._models[model.name] = {
             "contract_sha256": contract_for_model(folder, BACKEND).digest,
             "mean_abs_error_to_hf_fp32": {arm: dataclasses.asdict(a) for arm, a in errors.items()},
+            "control": control.as_run(),
             "evidence": {arm: {s.setting.name: s.evidence for s in arm_samples} for arm, arm_samples in samples.items()},
         }
 
@@ -158,32 +166,24 @@ class _Run:
         config = check_model(folder)
         contract = self._work / f"{folder.name}.contract.json"
         contract.write_text(contract_for_model(folder, BACKEND).to_json(), encoding="utf-8")
-        trainer_folder = folder
+        planted = self._work / f"{folder.name}-planted"
+        weight = plant_ulp(folder, planted)
         if self._options.plant:
-            trainer_folder = self._work / f"{folder.name}-planted"
-            name = plant_ulp(folder, trainer_folder)
-            self._progress(f"planted: one ulp in the trainer's copy of {name}")
-        return ModelUnderTest(folder.name, folder, trainer_folder, text_config(config)["vocab_size"], contract)
+            self._progress(f"planted: one ulp in the trainer's copy of {weight}")
+        return ModelUnderTest(
+            name=folder.name,
+            folder=folder,
+            trainer_folder=planted if self._options.plant else folder,
+            control_folder=planted,
+            vocab_size=text_config(config)["vocab_size"],
+            contract=contract,
+        )
 
     def _arm_run(self, arm: str, model: ModelUnderTest) -> ArmRun:
         options = self._options
         return ArmRun(
             arm, model, options.plan, self._workers[arm], self._group, self._work, self._progress, options.timeout
         )
-
-    def _run_arm(self, arm: str, run: ArmRun) -> list[Comparison]:
-        try:
-            for worker in self._workers[arm]:
-                self._await(worker)
-        except WorkerError as error:
-            self._group.fail(error)
-            raise
-        return run.run()
-
-    def _await(self, worker: Worker) -> None:
-        if worker not in self._started:
-            worker.started(self._options.timeout)
-            self._started.add(worker)
 
     def _accuracy(self, model: ModelUnderTest, run: ArmRun) -> Accuracy:
         """Both sides of an arm against HF in fp32, over all tokens it generated. Sequences that repeat are scored once."""

@@ -6,7 +6,7 @@ names the evidence that it exercised what it claims; a run without that evidence
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 #: Architectures that both runtimes execute with the contract on.
 ARCHITECTURES = ("Qwen3ForCausalLM",)
@@ -119,6 +119,15 @@ class Plan:
             raise ValueError(f"train_on {self.train_on!r} is no setting at the first weights")
         object.__setattr__(self, "names", names)
 
+    def limited(self, prompts: int | None, tokens: int | None) -> Plan:
+        """The plan with at most ``prompts`` prompts and ``tokens`` new tokens for each (None: no other limit)."""
+
+        def cut(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
+            return tuple(replace(s, max_tokens=min(s.max_tokens, tokens or s.max_tokens)) for s in settings)
+
+        engines = tuple(replace(run, before=cut(run.before), after_sync=cut(run.after_sync)) for run in self.engines)
+        return replace(self, engines=engines, prompt_count=min(self.prompt_count, prompts or self.prompt_count))
+
 
 #: An odd budget: no chunk boundary but the first falls on a block or chunk length.
 CHUNK_BUDGET = 100
@@ -138,23 +147,29 @@ def quick_plan() -> Plan:
             EngineRun(
                 WHOLE,
                 before=(
-                    Setting("one at a time", prompts=8, max_tokens=32, one_at_a_time=True),
-                    Setting("together", scorings=EVERY_SCORING),
-                    Setting("together, T=0.7", scorings=(FORWARD,), temperature=0.7),
+                    Setting("one at a time", prompts=8, max_tokens=24, one_at_a_time=True),
+                    Setting("together", scorings=EVERY_SCORING, max_tokens=96),
+                    Setting("together, T=0.7", scorings=(FORWARD,), temperature=0.7, max_tokens=32),
                 ),
             ),
-            EngineRun(CHUNKED, before=(Setting("chunked prefill", evidence=("chunked_prompts",)),)),
-            EngineRun(TIGHT, before=(Setting("preempted", scorings=(FORWARD,), evidence=("preemptions",)),)),
+            EngineRun(CHUNKED, before=(Setting("chunked prefill", max_tokens=16, evidence=("chunked_prompts",)),)),
+            EngineRun(TIGHT, before=(Setting("preempted", scorings=(FORWARD,), max_tokens=48, evidence=("preemptions",)),)),
             EngineRun(
                 PREFIX,
                 before=(
-                    Setting("prefix cache, cold"),
-                    Setting("prefix cache, warm", evidence=("cached_tokens",)),
-                    Setting("prefix cache, permuted", permuted=True, evidence=("cached_tokens",)),
+                    Setting("prefix cache, cold", max_tokens=16),
+                    Setting("prefix cache, warm", max_tokens=16, evidence=("cached_tokens",)),
+                    Setting("prefix cache, permuted", max_tokens=16, permuted=True, evidence=("cached_tokens",)),
                 ),
                 after_sync=(
-                    Setting("after sync", scorings=(SCORE, RECOMPUTE), evidence=("changed_logprobs",)),
-                    Setting("after sync, warm, T=0.7", scorings=(FORWARD,), temperature=0.7, evidence=("cached_tokens",)),
+                    Setting("after sync", scorings=(SCORE, RECOMPUTE), max_tokens=32, evidence=("changed_logprobs",)),
+                    Setting(
+                        "after sync, warm, T=0.7",
+                        scorings=(FORWARD,),
+                        temperature=0.7,
+                        max_tokens=16,
+                        evidence=("cached_tokens",),
+                    ),
                 ),
             ),
         )

@@ -31,7 +31,14 @@ class Verdict:
         kinds = (("DIFFERENT", self.differences), ("INCONCLUSIVE", self.inconclusive), ("warning", self.warnings))
         return [f"{kind}: {text}" for kind, texts in kinds for text in texts]
 
-    def judge_model(self, name: str, comparisons: list[Comparison], samples: dict[str, list[Sample]], errors: dict[str, Accuracy]):
+    def judge_model(
+        self,
+        name: str,
+        comparisons: list[Comparison],
+        samples: dict[str, list[Sample]],
+        errors: dict[str, Accuracy],
+        control: Comparison,
+    ) -> None:
         """Judge one model.
 
         Args:
@@ -39,10 +46,13 @@ class Verdict:
             comparisons: of both arms.
             samples: by arm.
             errors: accuracy against the reference, by arm.
+            control: of the isoexec engine with a trainer whose weights are off by one ulp; it must differ.
         """
         for c in comparisons:
             if c.arm == "isoexec":
                 self._judge_isoexec(c)
+        if control.bit_equal == 1 or control.rows_equal == 1:
+            self.inconclusive.append(f"{name}: a planted ulp in one weight went unseen; the comparison is blind")
         native = [c for c in comparisons if c.arm == "native"]
         if native and all(c.bit_equal == 1 for c in native):
             self.warnings.append(f"{name}: every native token is equal too; the comparison may be blind")

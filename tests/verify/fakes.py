@@ -22,8 +22,8 @@ class FakeWorker:
         self.calls.append((operation, arguments))
         return getattr(self, operation)(**arguments)
 
-    def open(self, **_):
-        self.weights = "first"
+    def open(self, model, **_):
+        self.weights = "planted" if model.endswith("planted") else "first"
 
 
 class FakeEngine(FakeWorker):

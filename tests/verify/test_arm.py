@@ -29,7 +29,7 @@ def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    return ModelUnderTest("model", folder, folder, 512, tmp_path / "contract.json")
+    return ModelUnderTest("model", folder, folder, tmp_path / "planted", 512, tmp_path / "contract.json")
 
 
 def run_arm(model, tmp_path, *, arm="isoexec", plan=None, engine=None, trainer=None):
@@ -42,9 +42,9 @@ def run_arm(model, tmp_path, *, arm="isoexec", plan=None, engine=None, trainer=N
     return run, comparisons
 
 
-def judge(run, comparisons, errors=None):
+def judge(run, comparisons, errors=None, control=None):
     verdict = Verdict()
-    verdict.judge_model("model", comparisons, {run.arm: run.samples}, errors or {})
+    verdict.judge_model("model", comparisons, {run.arm: run.samples}, errors or {}, control or run.control())
     return verdict
 
 
@@ -120,6 +120,13 @@ def test_an_optimizer_step_that_changes_nothing_is_inconclusive(model, tmp_path)
 def test_rows_that_were_not_compared_are_inconclusive(model, tmp_path):
     run, comparisons = run_arm(model, tmp_path, trainer=FakeTrainer(rows=False))
     assert judge(run, comparisons).status == INCONCLUSIVE
+
+
+def test_a_control_that_does_not_differ_is_inconclusive(model, tmp_path):
+    run, comparisons = run_arm(model, tmp_path)
+    assert run.control().bit_equal < 1
+    verdict = judge(run, comparisons, control=comparisons[0])
+    assert verdict.status == INCONCLUSIVE and "blind" in verdict.inconclusive[0]
 
 
 def test_equal_native_arm_is_a_warning(model, tmp_path):
