@@ -5,7 +5,7 @@ import torch
 
 from isoexec.ops import gdn
 from isoexec.ops._core.bits import assert_bit_equal
-from tests.gdn.cases import inputs, relative
+from tests.gdn.cases import inputs
 
 
 def recurrence_grad(x, lengths, weight):
@@ -36,7 +36,8 @@ def test_gradients_against_fp64_autograd(lengths):
     grads = torch.autograd.grad(o, leaves, weight)
     for name, ours, exact in zip("q k v g beta".split(), grads, recurrence_grad(x, lengths, weight)):
         bound = 3e-3 if ours.dtype == torch.bfloat16 else 1e-5
-        assert relative(ours, exact) < bound, name
+        error, size = float((ours.double() - exact).norm()), float(exact.norm())
+        assert error <= bound * size, name  # the decay of a single token has no effect: exactly zero
 
 
 def test_two_backward_runs_are_equal():

@@ -6,6 +6,7 @@ the high one *is* the bf16 operand of every matrix product that reads S, so deco
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from isoexec.contract import ContractError
 
 CHUNK_SIZES = (16, 32, 64)
+BLOCK = 64  # tokens between the boundary states that the trainer's forward keeps for its backward
 
 
 def split_planes(S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,6 +113,19 @@ class Plan:
         table = torch.tensor([self.offsets[:-1], lengths, starts, self.first_chunk], dtype=torch.int32)
         self.sequence_table = table.T.contiguous().to(device)  # [N, 4]: first row, length, start, first chunk
         self.chunk_table = torch.tensor([owner, local], dtype=torch.int32).T.contiguous().to(device)  # [chunks, 2]
+
+    @functools.cached_property
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables of the backward, whose blocks are BLOCK tokens: first block of each sequence [N]; [blocks, 3] = first row,
+        rows, whether it is its sequence's last."""
+        first, table = [], []
+        for offset, length in zip(self.offsets, self.lengths):
+            first.append(len(table))
+            for start in range(0, length, BLOCK):
+                table.append((offset + start, min(BLOCK, length - start), int(start + BLOCK >= length)))
+        device = self.sequence_table.device
+        rows = torch.tensor(table, dtype=torch.int32).reshape(-1, 3)
+        return torch.tensor(first, dtype=torch.int32).to(device), rows.to(device)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens, chunk: int, starts=None, device="cpu") -> Plan:

@@ -1,0 +1,367 @@
+"""Triton kernels of `cpr_wy`, forward: a chunk-parallel pre-pass, the chain over chunks, the tail, and one-launch decode.
+
+Pool tensors may be views into a page: each comes with the stride of its slot, and slot offsets are int64 (a pool exceeds 2^31
+elements). Tables are `state.Plan`'s: sequences [N, 4] = first row, length, start, first chunk; chunks [chunks, 2] = sequence, local.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from isoexec.ops._core.triton_math import column, dot, dot_add
+from isoexec.ops.gdn.tiles import (high_plane, join_planes, low_plane, next_state, out_tile, rhs_tile, rows, rowsT,
+                                   score_tile, solve_tile)  # fmt: skip
+
+
+@triton.jit
+def prepass_kernel(q, k, g, beta, ring_k, ring_gates, slots, sequences, chunks, G_ws, b_ws, T_ws, M_ws, scale,
+                   k_slot, gates_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+                   LOGC: tl.constexpr, POOL: tl.constexpr):  # fmt: skip
+    """Per chunk and key head: G, beta, T and M of its value heads. Reads no state."""
+    ic = tl.program_id(0)
+    h = tl.program_id(1)
+    n = tl.load(chunks + 2 * ic)
+    first = tl.load(sequences + 4 * n)
+    length = tl.load(sequences + 4 * n + 1)
+    t0 = tl.load(sequences + 4 * n + 2) % C
+    p0 = tl.load(chunks + 2 * ic + 1) * C - t0  # token of this call at tile row 0; negative: the ring has the first rows
+    i = tl.arange(0, C)
+    d = tl.arange(0, K)
+    lo = tl.maximum(-p0, 0)
+    hi = length - p0
+    row0 = (first + p0).to(tl.int64)
+    kt = rows(k + (row0 * H + h) * K, i, d, H * K, lo, hi)
+    qt = rows(q + (row0 * H + h) * K, i, d, H * K, lo, hi)
+    slot = row0 * 0
+    if POOL:
+        slot = tl.load(slots + n).to(tl.int64)
+        kt = tl.where((i < lo)[:, None], rows(ring_k + slot * k_slot + h * C * K, i, d, K, 0, lo), kt)
+    kk = dot(kt, tl.trans(kt))
+    qk = dot(qt, tl.trans(kt))
+    for j in tl.static_range(HV // H):
+        hv = h * (HV // H) + j
+        carry = 0.0
+        G = tl.zeros([C], dtype=tl.float32)
+        b = tl.load(beta + (row0 + i) * HV + hv, mask=(i >= lo) & (i < hi), other=0.0)
+        ring = ring_gates + slot * gates_slot + hv * 2 * C
+        if POOL:
+            b = tl.where(i < lo, tl.load(ring + C + i, mask=i < lo, other=0.0), b)
+        for t in tl.static_range(C):  # one sequential fp32 sum, in every case
+            carry = carry + tl.load(g + (row0 + t) * HV + hv, mask=(t >= lo) & (t < hi), other=0.0)
+            if POOL:
+                carry = tl.where(t < lo, tl.load(ring + t, mask=t < lo, other=0.0), carry)
+            G = tl.where(i == t, carry, G)
+        w = (ic * HV + hv).to(tl.int64)
+        tl.store(G_ws + w * C + i, G)
+        tl.store(b_ws + w * C + i, b)
+        square = i[:, None] * C + i[None, :]
+        tl.store(T_ws + w * C * C + square, solve_tile(kk, G, b, C, LOGC))
+        tl.store(M_ws + w * C * C + square, score_tile(qk, G, scale, C))
+
+
+@triton.jit
+def _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, G_ws, b_ws, T_ws, M_ws, scale, slot, k_slot, rhs_slot, w, row0, lo, hi,
+                h, hv, ov, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+                POOL: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
+    """A chunk whose rows [0, lo) come from the ring and whose rows [hi, C) are not there yet -> u^T, rhs^T, k, G."""
+    i = tl.arange(0, C)
+    d = tl.arange(0, K)
+    square = i[:, None] * C + i[None, :]
+    kt = rows(k + (row0 * H + h) * K, i, d, H * K, lo, hi)
+    qt = rows(q + (row0 * H + h) * K, i, d, H * K, lo, hi)
+    vT = rowsT(v + (row0 * HV + hv) * V, i, ov, HV * V, lo, hi)
+    G = tl.load(G_ws + w * C + i)
+    b = tl.load(b_ws + w * C + i)
+    if POOL:
+        kt = tl.where((i < lo)[:, None], rows(ring_k + slot * k_slot + h * C * K, i, d, K, 0, lo), kt)
+    S_high = high_plane(S)
+    rhsT = rhs_tile(S_high, kt, vT, G, b)
+    if POOL:
+        rhsT = tl.where((i < lo)[None, :], rowsT(ring_rhs + slot * rhs_slot + hv * C * V, i, ov, V, 0, lo), rhsT)
+    uT = dot(rhsT, tl.trans(tl.load(T_ws + w * C * C + square)))
+    oT = out_tile(S_high, qt, uT, tl.load(M_ws + w * C * C + square), G, scale)
+    at = (row0 * HV + hv) * V + i[None, :] * (HV * V) + ov[:, None]
+    mask = ((i >= lo) & (i < hi))[None, :]
+    tl.store(o + at, oT.to(o.dtype.element_ty), mask=mask)
+    if SAVE:
+        tl.store(u_ws + at, uT.to(tl.bfloat16), mask=mask)
+    return uT, rhsT, kt, G
+
+
+@triton.jit
+def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, G_ws, b_ws, T_ws, M_ws, u_ws, h_ws, blocks, scale,
+                 S_slot, k_slot, rhs_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                 C: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr, SAVE: tl.constexpr,
+                 STAGES: tl.constexpr):  # fmt: skip
+    """Per sequence, value head and slice of V: the boundary state through all chunks, and the outputs."""
+    iv = tl.program_id(0)
+    n = tl.program_id(1) // HV
+    hv = tl.program_id(1) % HV
+    h = hv // (HV // H)
+    first = tl.load(sequences + 4 * n)
+    length = tl.load(sequences + 4 * n + 1)
+    start = tl.load(sequences + 4 * n + 2)
+    chunk0 = tl.load(sequences + 4 * n + 3)
+    i = tl.arange(0, C)
+    d = tl.arange(0, K)
+    ov = iv * BV + tl.arange(0, BV)
+    square = i[:, None] * C + i[None, :]
+    tile = ov[:, None] * K + d[None, :]
+    S = tl.zeros([BV, K], dtype=tl.float32)
+    t0 = start % C
+    slot = (first * 0).to(tl.int64)
+    if POOL:
+        slot = tl.load(slots + n).to(tl.int64)
+        if start >= C:  # before that a slot's contents belong to nobody
+            at = slot * S_slot + hv * V * K
+            S = join_planes(tl.load(high + at + tile), tl.load(low + at + tile))
+    full = (t0 + length) // C
+    c0 = 0
+    if POOL:
+        c0 = ((t0 > 0) & (full > 0)).to(tl.int32)
+        if c0 > 0:
+            w = (chunk0 * HV + hv).to(tl.int64)
+            uT, rhsT, kt, G = _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, G_ws, b_ws, T_ws, M_ws, scale, slot, k_slot,
+                                          rhs_slot, w, (first - t0).to(tl.int64), t0, C, h, hv, ov, H, HV, K, V, C, POOL,
+                                          False)  # fmt: skip
+            S = next_state(S, uT, kt, G, tl.load(G_ws + w * C + C - 1))
+    for c in tl.range(c0, full, num_stages=STAGES):
+        w = ((chunk0 + c) * HV + hv).to(tl.int64)
+        row0 = (first - t0 + c * C).to(tl.int64)
+        at = (row0 * HV + hv) * V + i[None, :] * (HV * V) + ov[:, None]
+        kt = tl.load(k + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
+        qt = tl.load(q + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
+        vT = tl.load(v + at)
+        G = tl.load(G_ws + w * C + i)
+        b = tl.load(b_ws + w * C + i)
+        S_high = high_plane(S)
+        if SAVE:
+            block = (tl.load(blocks + n) + c * C // BLOCK).to(tl.int64)
+            keep = ((c * C) % BLOCK == 0) & (tile >= 0)
+            tl.store(h_ws + (block * HV + hv) * V * K + tile, S_high, mask=keep)
+        uT = dot(rhs_tile(S_high, kt, vT, G, b), tl.trans(tl.load(T_ws + w * C * C + square)))
+        oT = out_tile(S_high, qt, uT, tl.load(M_ws + w * C * C + square), G, scale)
+        tl.store(o + at, oT.to(o.dtype.element_ty))
+        if SAVE:
+            tl.store(u_ws + at, uT.to(tl.bfloat16))
+        S = next_state(S, uT, kt, G, tl.load(G_ws + w * C + C - 1))
+    if POOL:
+        if full > 0:
+            at = slot * S_slot + hv * V * K
+            tl.store(high + at + tile, high_plane(S))
+            tl.store(low + at + tile, low_plane(S))
+    left = t0 + length - full * C
+    if (left > 0) & (length > 0):  # the open chunk: outputs only, S stays at its boundary
+        w = ((chunk0 + full) * HV + hv).to(tl.int64)
+        lo = tl.where(full > 0, 0, t0)
+        if SAVE:
+            block = (tl.load(blocks + n) + full * C // BLOCK).to(tl.int64)
+            tl.store(h_ws + (block * HV + hv) * V * K + tile, high_plane(S), mask=((full * C) % BLOCK == 0) & (tile >= 0))
+        uT, rhsT, kt, G = _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, G_ws, b_ws, T_ws, M_ws, scale, slot, k_slot,
+                                      rhs_slot, w, (first - t0 + full * C).to(tl.int64), lo, left, h, hv, ov, H, HV, K, V, C,
+                                      POOL, SAVE)  # fmt: skip
+        if POOL:
+            at = slot * rhs_slot + hv * C * V + i[None, :] * V + ov[:, None]
+            tl.store(ring_rhs + at, rhsT, mask=((i >= lo) & (i < left))[None, :])
+
+
+@triton.jit
+def tail_kernel(k, ring_k, ring_gates, slots, sequences, G_ws, b_ws, k_slot, gates_slot, H: tl.constexpr, HV: tl.constexpr,
+                K: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Append k, G and beta of the open chunk to the ring. Its own launch: pre-pass and chain programs read the old rows."""
+    n = tl.program_id(0)
+    h = tl.program_id(1)
+    first = tl.load(sequences + 4 * n)
+    length = tl.load(sequences + 4 * n + 1)
+    t0 = tl.load(sequences + 4 * n + 2) % C
+    full = (t0 + length) // C
+    left = t0 + length - full * C
+    if length == 0:
+        left = 0
+    lo = tl.where(full > 0, 0, t0)
+    slot = tl.load(slots + n).to(tl.int64)
+    i = tl.arange(0, C)
+    d = tl.arange(0, K)
+    row0 = (first - t0 + full * C).to(tl.int64)
+    new = (i >= lo) & (i < left)
+    at = ring_k + slot * k_slot + h * C * K + i[:, None] * K + d[None, :]
+    tl.store(at, rows(k + (row0 * H + h) * K, i, d, H * K, lo, left), mask=new[:, None])
+    for j in tl.static_range(HV // H):
+        hv = h * (HV // H) + j
+        w = ((tl.load(sequences + 4 * n + 3) + full) * HV + hv).to(tl.int64)
+        ring = ring_gates + slot * gates_slot + hv * 2 * C
+        tl.store(ring + i, tl.load(G_ws + w * C + i, mask=new), mask=new)
+        tl.store(ring + C + i, tl.load(b_ws + w * C + i, mask=new), mask=new)
+
+
+@triton.jit
+def _fill(high, low, base, live, ring_kh, kn, uT, G, last, ov, K: tl.constexpr, C: tl.constexpr):
+    """Advance S past the chunk that just filled, in slices of K: an element's bits do not depend on the slice, registers do."""
+    SLICE: tl.constexpr = K if K < 32 else 32
+    i = tl.arange(0, C)
+    tl.debug_barrier()  # every warp has read its part of the high plane before any of it is overwritten
+    for start in tl.range(0, K, SLICE, num_stages=1):
+        d = start + tl.arange(0, SLICE)
+        at = base + ov[:, None] * K + d[None, :]
+        mask = live & (at >= 0)
+        kt = tl.where((i == C - 1)[:, None], tl.load(kn + d)[None, :], rows(ring_kh, i, d, K, 0, C - 1))
+        S = join_planes(tl.load(high + at, mask=mask, other=0.0), tl.load(low + at, mask=mask, other=0))
+        S = next_state(S, uT, kt, G, last)
+        tl.store(high + at, high_plane(S))
+        tl.store(low + at, low_plane(S))
+
+
+@triton.jit
+def decode_kernel(q, k, v, g, beta, o, high, low, ring_k, ring_rhs, ring_gates, slots, positions, scale, null_slot, S_slot,
+                  k_slot, rhs_slot, gates_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                  C: tl.constexpr, LOGC: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+    """One token of one lane, value head and slice of V. Reads the high plane only; writes S when the chunk fills.
+
+    Row t of the chunk is computed at its own tile position with the products of the chain. S meets k_t and q_t alone: the
+    right-hand sides of earlier rows are in the ring.
+    """
+    iv = tl.program_id(0)
+    n = tl.program_id(1) // HV
+    hv = tl.program_id(1) % HV
+    h = hv // (HV // H)
+    ov = iv * BV + tl.arange(0, BV)
+    slot = tl.load(slots + n).to(tl.int64)
+    out = o + (n * HV + hv).to(tl.int64) * V + ov
+    if (slot < 0) | (slot == null_slot):
+        tl.store(out, tl.zeros([BV], dtype=tl.float32).to(o.dtype.element_ty))
+    else:
+        position = tl.load(positions + n)
+        t = position % C
+        i = tl.arange(0, C)
+        d = tl.arange(0, K)
+        at = slot * S_slot + hv * V * K + ov[:, None] * K + d[None, :]
+        live = (position >= C) & (at >= 0)
+        S_high = tl.load(high + at, mask=live, other=0.0)
+        kn = tl.load(k + (n * H + h) * K + d)
+        qn = tl.load(q + (n * H + h) * K + d)
+        vn = tl.load(v + (n * HV + hv) * V + ov).to(tl.float32)
+        here = i == t
+        ring_kh = ring_k + slot * k_slot + h * C * K
+        kt = tl.where(here[:, None], kn[None, :], rows(ring_kh, i, d, K, 0, t))
+        ring_rhsh = ring_rhs + slot * rhs_slot + hv * C * V
+        rhsT = rowsT(ring_rhsh, i, ov, V, 0, t)
+        ring = ring_gates + slot * gates_slot + hv * 2 * C
+        before = tl.load(ring + t - 1, mask=t > 0, other=0.0)
+        G_t = before + tl.load(g + n * HV + hv)
+        b_t = tl.load(beta + n * HV + hv)
+        G = tl.where(i < t, tl.load(ring + i, mask=i < t, other=0.0), G_t)
+        b = tl.where(here, b_t, tl.load(ring + C + i, mask=i < t, other=0.0))
+        T = solve_tile(dot(kt, tl.trans(kt)), G, b, C, LOGC)
+        qt = tl.where(here[:, None], qn[None, :], tl.zeros([C, K], dtype=tl.bfloat16))
+        M = score_tile(dot(qt, tl.trans(kt)), G, scale, C)
+        j = tl.arange(0, 16)
+        pair = tl.where((j == 0)[:, None], kn[None, :], tl.where((j == 1)[:, None], qn[None, :], 0.0)).to(tl.bfloat16)
+        Skq = dot(S_high, tl.trans(pair))  # [BV, 16]: S k_t and S q_t
+        ks = column(Skq, (j == 0)[None, :], 1)
+        qs = column(Skq, (j == 1)[None, :], 1)
+        rhs_t = ((vn - ks * tl.exp(G_t)) * b_t).to(tl.bfloat16)
+        rhsT = tl.where(here[None, :], rhs_t[:, None], rhsT)
+        uT = dot(rhsT, tl.trans(T))
+        acc = tl.where(here[None, :], (qs * (tl.exp(G_t) * scale))[:, None], 0.0)
+        oT = dot_add(uT.to(tl.bfloat16), tl.trans(M), acc)
+        tl.store(out, column(oT, here[None, :], 1).to(o.dtype.element_ty))
+        if t == C - 1:
+            base = slot * S_slot + hv * V * K
+            _fill(high, low, base, position >= C, ring_kh, k + (n * H + h) * K, uT, G, G_t, ov, K, C)
+        else:
+            tl.store(ring_rhsh + t * V + ov, rhs_t)
+            if iv == 0:
+                tl.store(ring + t, G_t)
+                tl.store(ring + C + t, b_t)
+                if hv % (HV // H) == 0:
+                    tl.store(ring_kh + t * K + d, kn)
+
+
+@triton.jit
+def decode_pre_kernel(q, k, g, beta, ring_k, ring_gates, slots, positions, T_ws, M_ws, scale, null_slot, k_slot, gates_slot,
+                      H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOGC: tl.constexpr):  # fmt: skip
+    """First of two launches, per lane and key head: appends k, G and beta, and computes T and row t of M. Reads no state."""
+    n = tl.program_id(0)
+    h = tl.program_id(1)
+    slot = tl.load(slots + n).to(tl.int64)
+    if (slot >= 0) & (slot != null_slot):
+        t = tl.load(positions + n) % C
+        i = tl.arange(0, C)
+        d = tl.arange(0, K)
+        here = i == t
+        kn = tl.load(k + (n * H + h) * K + d)
+        qn = tl.load(q + (n * H + h) * K + d)
+        ring_kh = ring_k + slot * k_slot + h * C * K
+        kt = tl.where(here[:, None], kn[None, :], rows(ring_kh, i, d, K, 0, t))
+        kk = dot(kt, tl.trans(kt))
+        qt = tl.where(here[:, None], qn[None, :], tl.zeros([C, K], dtype=tl.bfloat16))
+        qk = dot(qt, tl.trans(kt))
+        tl.store(ring_kh + t * K + d, kn)
+        for j in tl.static_range(HV // H):
+            hv = h * (HV // H) + j
+            ring = ring_gates + slot * gates_slot + hv * 2 * C
+            G_t = tl.load(ring + t - 1, mask=t > 0, other=0.0) + tl.load(g + n * HV + hv)
+            b_t = tl.load(beta + n * HV + hv)
+            G = tl.where(i < t, tl.load(ring + i, mask=i < t, other=0.0), G_t)
+            b = tl.where(here, b_t, tl.load(ring + C + i, mask=i < t, other=0.0))
+            w = (n * HV + hv).to(tl.int64) * C * C
+            square = i[:, None] * C + i[None, :]
+            tl.store(T_ws + w + square, solve_tile(kk, G, b, C, LOGC))
+            tl.store(M_ws + w + square, score_tile(qk, G, scale, C), mask=here[:, None] & (square >= 0))
+            tl.store(ring + t, G_t)
+            tl.store(ring + C + t, b_t)
+
+
+@triton.jit
+def decode_main_kernel(q, k, v, o, high, low, ring_k, ring_rhs, ring_gates, slots, positions, T_ws, M_ws, scale, null_slot,
+                       S_slot, k_slot, rhs_slot, gates_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+                       V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+    """Second of two launches, per lane, value head and slice of V: what `decode_kernel` does with S."""
+    iv = tl.program_id(0)
+    n = tl.program_id(1) // HV
+    hv = tl.program_id(1) % HV
+    h = hv // (HV // H)
+    ov = iv * BV + tl.arange(0, BV)
+    slot = tl.load(slots + n).to(tl.int64)
+    out = o + (n * HV + hv).to(tl.int64) * V + ov
+    if (slot < 0) | (slot == null_slot):
+        tl.store(out, tl.zeros([BV], dtype=tl.float32).to(o.dtype.element_ty))
+    else:
+        position = tl.load(positions + n)
+        t = position % C
+        i = tl.arange(0, C)
+        d = tl.arange(0, K)
+        at = slot * S_slot + hv * V * K + ov[:, None] * K + d[None, :]
+        live = (position >= C) & (at >= 0)
+        S_high = tl.load(high + at, mask=live, other=0.0)
+        j = tl.arange(0, 16)
+        kn = tl.load(k + (n * H + h) * K + d[None, :] + j[:, None] * 0, mask=(j == 0)[:, None] & (d >= 0)[None, :], other=0.0)
+        qn = tl.load(q + (n * H + h) * K + d[None, :] + j[:, None] * 0, mask=(j == 1)[:, None] & (d >= 0)[None, :], other=0.0)
+        pair = tl.where((j == 0)[:, None], kn, qn)
+        vn = tl.load(v + (n * HV + hv) * V + ov).to(tl.float32)
+        ring_rhsh = ring_rhs + slot * rhs_slot + hv * C * V
+        rhsT = rowsT(ring_rhsh, i, ov, V, 0, t)
+        ring = ring_gates + slot * gates_slot + hv * 2 * C
+        G_t = tl.load(ring + t)
+        b_t = tl.load(ring + C + t)
+        w = (n * HV + hv).to(tl.int64) * C * C
+        square = i[:, None] * C + i[None, :]
+        here = i == t
+        T = tl.load(T_ws + w + square)
+        M = tl.load(M_ws + w + square, mask=here[:, None] & (square >= 0), other=0.0)
+        Skq = dot(S_high, tl.trans(pair))
+        ks = column(Skq, (j == 0)[None, :], 1)
+        qs = column(Skq, (j == 1)[None, :], 1)
+        rhs_t = ((vn - ks * tl.exp(G_t)) * b_t).to(tl.bfloat16)
+        rhsT = tl.where(here[None, :], rhs_t[:, None], rhsT)
+        uT = dot(rhsT, tl.trans(T))
+        acc = tl.where(here[None, :], (qs * (tl.exp(G_t) * scale))[:, None], 0.0)
+        oT = dot_add(uT.to(tl.bfloat16), tl.trans(M), acc)
+        tl.store(out, column(oT, here[None, :], 1).to(o.dtype.element_ty))
+        if t == C - 1:
+            base = slot * S_slot + hv * V * K
+            ring_kh = ring_k + slot * k_slot + h * C * K
+            _fill(high, low, base, position >= C, ring_kh, k + (n * H + h) * K, uT, tl.load(ring + i), G_t, ov, K, C)
+        else:
+            tl.store(ring_rhsh + t * V + ov, rhs_t)

@@ -1,0 +1,257 @@
+"""Gates of the GPU backend: bit parity over fp32 before the rounding and over state. Run as a program on a machine with a GPU
+(``python -m tests.gdn.gates [results.json]``) or through test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import time
+
+import torch
+
+from isoexec.ops import gdn
+from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops.gdn import launch, triton_core
+from tests.gdn.cases import (F32, Engine, assert_same_state, dirty_pool, inputs, one_shot, recurrence, relative,
+                             select)  # fmt: skip
+
+SHAPE = dict(H=4, HV=8, K=128, V=128)
+LENGTHS = [130, 1, 257, 0, 64, 15, 384]
+CHAIN_TILES = [(16, 1), (32, 2), (32, 4), (64, 4), (64, 2), (128, 8)]
+DECODE_TILES = [(1, 32, 2), (1, 64, 4), (1, 128, 8), (2, 32, 1), (2, 32, 2), (2, 64, 4), (2, 128, 4), (2, 128, 8)]
+
+
+def make(lengths, device="cuda", **kw):
+    return inputs(lengths, **{**SHAPE, **kw}, device=device)
+
+
+def pool(slots, chunk, **kw):
+    return dirty_pool(slots, **{**SHAPE, **kw}, chunk=chunk, device="cuda")
+
+
+def whole(x, lengths, chunk):
+    engine = Engine(x, lengths, pool(len(lengths) + 2, chunk), list(range(len(lengths))))
+    engine.prefill(dict(enumerate(lengths)))
+    return engine
+
+
+@contextlib.contextmanager
+def entries(kernel, chunk, **values):
+    """Another launch configuration for the duration of a gate."""
+    table = launch.TABLE[kernel]
+    saved, table[str(chunk)] = table[str(chunk)], values
+    try:
+        yield
+    finally:
+        table[str(chunk)] = saved
+
+
+def case_parity(chunk):
+    """Trainer, prefill in one piece, random splits with ragged decode: outputs and states."""
+    x = make(LENGTHS)
+    base, full = one_shot(x, LENGTHS, chunk), whole(x, LENGTHS, chunk)
+    assert_bit_equal(full.o, base, "prefill against trainer")
+    for seed in range(3):
+        slots = random.Random(seed).sample(range(9), len(LENGTHS))
+        split = Engine(x, LENGTHS, pool(9, chunk), slots).random_run(seed, share=(0.9, 0.3, 0.6)[seed])
+        assert_bit_equal(split.o, base, f"split {seed}")
+        for n in range(len(LENGTHS)):
+            assert_same_state(split.state(n), full.state(n), f"split {seed}, sequence {n}")
+
+
+def single_steps(chunk):
+    """From an empty slot, token by token."""
+    for length in (1, 15, 16, 17, 31, 33, 65, 129):
+        x = make([length], seed=length)
+        steps = Engine(x, [length], pool(1, chunk), [0]).finish()
+        assert_bit_equal(steps.o, one_shot(x, [length], chunk), f"{length} steps")
+        assert_same_state(steps.state(0), whole(x, [length], chunk).state(0), f"{length} steps")
+
+
+def packing(chunk):
+    """Each sequence alone; some heads alone (a tensor-parallel rank)."""
+    x = make(LENGTHS)
+    base, first = one_shot(x, LENGTHS, chunk), 0
+    for length in LENGTHS:
+        if length:
+            alone = one_shot(select(x, range(first, first + length)), [length], chunk)
+            assert_bit_equal(alone, base[first : first + length], f"sequence of {length}")
+        first += length
+    rank = [t[:, 1:2].contiguous() for t in x[:2]] + [t[:, 2:4].contiguous() for t in x[2:]]
+    assert_bit_equal(one_shot(rank, LENGTHS, chunk), base[:, 2:4].contiguous(), "heads 2 and 3")
+
+
+def tiles(chunk):
+    """No tile, warp or launch count changes a bit."""
+    x = make(LENGTHS)
+    base = one_shot(x, LENGTHS, chunk)
+    for BV, warps in CHAIN_TILES:
+        for stages in (1, 3) if chunk < 32 else (2,):
+            with entries("chain", chunk, BV=BV, num_warps=warps, stages=stages):
+                assert_bit_equal(one_shot(x, LENGTHS, chunk), base, f"chain BV {BV}, {warps} warps, {stages} stages")
+    for warps in (1, 2, 4):
+        with entries("prepass", chunk, num_warps=warps):
+            assert_bit_equal(one_shot(x, LENGTHS, chunk), base, f"pre-pass of {warps} warps")
+    lengths = [chunk * 2 + 5, 3, chunk + 1]
+    x = make(lengths)
+    base = one_shot(x, lengths, chunk)
+    for launches, BV, warps in DECODE_TILES:
+        extra = {"two_launches": 1} if launches == 2 else {}
+        with entries("decode", chunk, BV=BV, num_warps=warps, **extra), entries("decode_main", chunk, BV=BV, num_warps=warps, **extra):
+            engine = Engine(x, lengths, pool(3, chunk), [2, 0, 1]).finish()
+            assert_bit_equal(engine.o, base, f"decode in {launches} launches, BV {BV}, {warps} warps")
+
+
+def many_sequences(chunk):
+    """1 to 512 ragged sequences: decode and prefill do not depend on the batch."""
+    lengths = [1 + (37 * n) % 70 for n in range(512)]
+    x = make(lengths, H=1, HV=2)
+    base = one_shot(x, lengths, chunk)
+    for count in (1, 2, 3, 8, 17, 64, 257, 512):
+        rows = range(sum(lengths[:count]))
+        engine = Engine(select(x, rows), lengths[:count], pool(count, chunk, H=1, HV=2), list(range(count)))
+        engine.prefill({n: lengths[n] // 2 for n in range(count)})
+        engine.finish()
+        assert_bit_equal(engine.o, base[: len(rows)].contiguous(), f"{count} sequences")
+
+
+def hostile_values(chunk):
+    """Huge finite later rows, subnormals, extreme gates."""
+    x = make([80])
+    base = one_shot(x, [80], chunk)
+    for last in (chunk, chunk + 5, 50):
+        huge = [t.clone() for t in x]
+        huge[2][last:] = 1e30
+        assert_bit_equal(one_shot(huge, [80], chunk)[:last], base[:last], f"huge rows from {last}")
+    x[3][5::7] = -200.0
+    x[3][3::11] = 0.0
+    x[4][2::5] = 0.0
+    x[4][4::9] = 1.0
+    x[2][10:20] = 1e-39
+    x[4][12:18] = 1e-38
+    base = one_shot(x, [80], chunk)
+    assert bool(torch.isfinite(base).all())
+    assert_bit_equal(Engine(x, [80], pool(1, chunk), [0]).finish().o, base, "subnormals and extreme gates")
+    x[2][44] = float("nan")
+    assert not bool(torch.isfinite(one_shot(x, [80], chunk)[44]).any()), "a non-finite row must not look finite"
+
+
+def inert_lanes(chunk):
+    x = make([3])
+    p = pool(3, chunk)
+    before = [t.clone() for t in p.tensors()]
+    at = lambda *v: torch.tensor(v, dtype=torch.int32, device="cuda")
+    for two in (0, 1):
+        with entries("decode", chunk, BV=32, num_warps=2, two_launches=two):
+            o = gdn.cpr_wy_decode(*x, p, at(-1, 2, 0), at(5, 0, 9), null_slot=0, out_dtype=F32)
+        assert_bit_equal(o[[0, 2]], torch.zeros_like(o[[0, 2]]), "inert output")
+        for old, new in zip(before, p.tensors()):
+            assert_bit_equal(old[:2], new[:2], "other slots")
+
+
+def paged_views(chunk):
+    """A pool made of views into pages larger than a slot."""
+    x, base_pool = make([70]), pool(4, chunk)
+    paged = gdn.StatePool(*(torch.cat([t, t.clone()], 1)[:, : t.shape[1]] for t in base_pool.tensors()))
+    assert paged.high.stride(0) == 2 * base_pool.high.stride(0)
+    engine = Engine(x, [70], paged, [3])
+    engine.prefill({0: 33})
+    assert_bit_equal(engine.finish().o, one_shot(x, [70], chunk), "paged")
+
+
+def graph_replay(chunk):
+    """Decode captured once and replayed: positions and slots are read on the device."""
+    length = 2 * chunk + 3
+    x = make([length] * 3)
+    base = one_shot(x, [length] * 3, chunk)
+    rows = [torch.arange(3, device="cuda") * length + t for t in range(length)]
+    for two in (0, 1):
+        p, static = pool(4, chunk), [t[:3].clone() for t in x]
+        slots = torch.tensor([3, 0, 2], dtype=torch.int32, device="cuda")
+        positions = torch.zeros(3, dtype=torch.int32, device="cuda")
+        with entries("decode", chunk, BV=64, num_warps=4, two_launches=two):
+            gdn.cpr_wy_decode(*static, p, slots, positions, out_dtype=F32)  # compile outside the capture
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                o = gdn.cpr_wy_decode(*static, p, slots, positions, out_dtype=F32)
+        for t in range(length):
+            for buffer, source in zip(static, x):
+                buffer.copy_(source[rows[t]])
+            positions.fill_(t)
+            graph.replay()
+            assert_bit_equal(o, base[rows[t]], f"replay, token {t}")
+
+
+def accuracy(chunk):
+    lengths = [1000, 64, 333]
+    x = make(lengths)
+    exact, _ = recurrence(*x, lengths)
+    ours = relative(one_shot(x, lengths, chunk).bfloat16(), exact)
+    assert ours < 4.5e-3, ours
+    on_cpu = gdn.cpr_wy(*(t.cpu() for t in x), gdn.Plan(lengths, chunk), out_dtype=F32)
+    against = relative(one_shot(x, lengths, chunk).cpu(), on_cpu)
+    assert against < 2e-3, against
+    same = make([256], seed=5)
+    same[1][:] = same[1][:1].clone()
+    same[3].zero_()
+    same[4].fill_(1.0)
+    adversarial = relative(one_shot(same, [256], chunk), recurrence(*same, [256])[0])
+    assert adversarial < 2.5e-2, adversarial
+    return {"relative_error": ours, "against_cpu_reference": against, "identical_keys": adversarial}
+
+
+def negative_controls(chunk):
+    """One ulp of a stored decay, key or right-hand side must be seen in the output, one of the state in the state."""
+    length = chunk * 3
+    x = make([length])
+    x[3] *= 0.01
+    base, full = one_shot(x, [length], chunk), whole(x, [length], chunk)
+
+    def resume(damage):
+        engine = Engine(x, [length], pool(1, chunk), [0])
+        engine.prefill({0: 2 * chunk + chunk // 2})
+        damage(engine.pool)
+        return engine.finish()
+
+    def put(field, index, flat):
+        return lambda p: getattr(p, field)[index].copy_(nudge(getattr(p, field)[index], flat))
+
+    def state(p):
+        S = gdn.join_planes(p.high[0], p.low[0])
+        p.high[0], p.low[0] = gdn.split_planes(nudge(S, int(S.abs().argmax())))
+
+    assert bit_equal(resume(lambda p: None).o, base)
+    for name, damage in {"decay": put("gates", (0, 1, 0), 4), "k": put("k", (0, 1, 3), 7), "rhs": put("rhs", (0, 1, 3), 7)}.items():
+        assert not bit_equal(resume(damage).o, base), name
+    try:
+        assert_same_state(resume(state).state(0), full.state(0), "damaged")
+    except AssertionError:
+        return
+    raise AssertionError("one ulp of S was not seen")
+
+
+GATES = (case_parity, single_steps, packing, tiles, many_sequences, hostile_values, inert_lanes, paged_views, graph_replay,
+         accuracy, negative_controls)  # fmt: skip
+
+
+def main(path: str | None, chunks=(16, 32)) -> int:
+    results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "kernels": launch.digest(), "gates": {}}
+    for chunk in chunks:
+        for gate in GATES:
+            started, name = time.time(), f"{gate.__name__}[C={chunk}]"
+            try:
+                results["gates"][name] = {"passed": True, **(gate(chunk) or {})}
+            except Exception as error:  # a gate's failure is a result; the others still run
+                results["gates"][name] = {"passed": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+            print(name, results["gates"][name], f"{time.time() - started:.1f}s", flush=True)
+    if path:
+        with open(path, "w") as file:
+            json.dump(results, file, indent=1)
+    return sum(not g["passed"] for g in results["gates"].values())
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2], *[[int(c) for c in sys.argv[2:]]] if len(sys.argv) > 2 else ()))
