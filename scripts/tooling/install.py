@@ -43,17 +43,29 @@ def _offline_options() -> list[str]:
     return ["--offline", "--no-index", "--find-links", str(wheels)] if wheels else []
 
 
+def locked(*names: str) -> str:
+    """The lock's entries for `names`, hashes included."""
+    entries = re.findall(r"^\S.*(?:\n +--hash.*)*", LOCK.read_text(), re.M)
+    return "\n".join(entry for entry in entries if entry.split("==")[0] in names) + "\n"
+
+
 def create_environment(uv: str, venv: Path) -> None:
-    """A fresh or updated environment that holds exactly the lock."""
+    """A fresh or updated environment that holds exactly the lock.
+
+    A few pure-Python dependencies exist as source archives only. Building them in isolation would fetch a
+    setuptools that no lock names, so ours goes in first and builds them.
+    """
     python = venv / "bin" / "python"
     if not (python.exists() and run(python, "-c", "", check=False).returncode == 0):
         shutil.rmtree(venv, ignore_errors=True)
         run(uv, "venv", "-q", "--no-project", "--python", sys.executable, venv)
-    _show_progress(
-        [uv, "pip", "sync", "--require-hashes", "--python", python, *_offline_options(), LOCK], index.environment(),
-        "a hash that differs: do not use that index; a missing file or no network: check the index settings of pip or uv\n"
-        "(PIP_INDEX_URL, UV_DEFAULT_INDEX) or use a bundle (`make bundle`, ISOEXEC_ARCHIVES); then run it again",
-    )
+    do = ("a hash that differs: do not use that index; a missing file or no network: check the index settings of pip or uv\n"
+          "(PIP_INDEX_URL, UV_DEFAULT_INDEX) or use a bundle (`make bundle`, ISOEXEC_ARCHIVES); then run it again")
+    options = ["--require-hashes", "--python", python, *_offline_options()]
+    builders = venv / "builders.txt"
+    builders.write_text(locked("setuptools", "wheel"))
+    _show_progress([uv, "pip", "install", *options, "--requirements", builders], index.environment(), do)
+    _show_progress([uv, "pip", "sync", *options, "--no-build-isolation", LOCK], index.environment(), do)
 
 
 def unpack_extensions(wheel: Path, tree: Path) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 import pins
-from conftest import ROOT
+from house import ROOT
 from series import Series
 
 

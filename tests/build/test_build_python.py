@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from conftest import ROOT
+from house import ROOT
 
 FINDER = ROOT / "scripts" / "python"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import MODULE, ROOT, release
+from house import MODULE, ROOT, release
 
 
 def pin(house, version: str) -> None:
