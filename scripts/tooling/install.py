@@ -63,8 +63,8 @@ def create_environment(uv: str, venv: Path) -> None:
           "(PIP_INDEX_URL, UV_DEFAULT_INDEX) or use a bundle (`make bundle`, ISOEXEC_ARCHIVES); then run it again")
     options = ["--require-hashes", "--python", python, *_offline_options()]
     builders = venv / "builders.txt"
-    builders.write_text(locked("setuptools", "wheel"))
-    _show_progress([uv, "pip", "install", *options, "--requirements", builders], index.environment(), do)
+    builders.write_text(locked("setuptools"))
+    _show_progress([uv, "pip", "install", "--no-deps", *options, "--requirements", builders], index.environment(), do)
     _show_progress([uv, "pip", "sync", *options, "--no-build-isolation", LOCK], index.environment(), do)
 
 
