@@ -34,6 +34,11 @@ def batch_invariant(op, *rows, what):
         same_bits(op(*(x[chosen] for x in rows)), whole[chosen], f"{what}, {n} rows")
 
 
+def gradients(out, inputs, seed):
+    """Gradients of ``inputs`` for the gradient ``seed`` of ``out``. (torch.autograd.grad with explicit grad_outputs imports sympy: seconds.)"""
+    return torch.autograd.grad((out * seed).sum(), inputs)
+
+
 def gradients_close(op, reference, inputs, tolerance=2e-2):
     """Gradients of ``op`` (bf16 inputs) against autograd of ``reference`` on the same values in fp64.
 
@@ -43,9 +48,8 @@ def gradients_close(op, reference, inputs, tolerance=2e-2):
     wide = [x.detach().double().requires_grad_() for x in inputs]
     out, expected = op(*leaves), reference(*wide)
     seed = torch.randn_like(expected).to(out.dtype)
-    found = torch.autograd.grad(out, leaves, seed)
-    again = torch.autograd.grad(op(*leaves), leaves, seed)
-    for i, (g, h, e) in enumerate(zip(found, again, torch.autograd.grad(expected, wide, seed.double()))):
+    found, again = gradients(out, leaves, seed), gradients(op(*leaves), leaves, seed)
+    for i, (g, h, e) in enumerate(zip(found, again, gradients(expected, wide, seed.double()))):
         assert g.dtype == leaves[i].dtype
         same_bits(g, h, f"gradient {i} of a second run")
         error = (g.double() - e).abs().max() / e.abs().max()
