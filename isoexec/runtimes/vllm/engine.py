@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from isoexec.contract import active_contract
 from isoexec.ops._core.bits import row_digests
 
 #: Environment of an in-process engine, set before vLLM is imported. No entry changes a bit under a contract.
@@ -49,7 +50,10 @@ class Rollout:
 
 
 class RolloutEngine:
-    """vLLM on one HF-format checkpoint. The contract, or its absence, is read from the environment when the engine is built."""
+    """vLLM on one HF-format checkpoint. The contract, or its absence, is read from the environment when the engine is built.
+
+    A process holds one engine at a time, since closing one takes down vLLM's process groups: close it before building the next.
+    """
 
     def __init__(
         self,
@@ -80,7 +84,10 @@ class RolloutEngine:
         """
         prepare_environment()
         from vllm import LLM
+        from vllm.distributed.parallel_state import model_parallel_is_initialized
 
+        if model_parallel_is_initialized():
+            raise RuntimeError("this process already holds an engine; close it before building another")
         _register_model(model)
         if kv_cache_tokens is None:
             kv_cache_tokens = max_num_seqs * -(-max_model_len // block_size) * block_size
@@ -182,6 +189,11 @@ class RolloutEngine:
                     for name in opened.keys():
                         yield name, opened.get_tensor(name)
 
+        if active_contract() is None:
+            # Upstream's CPU linears have packed and dropped their parameters; only its own reload can refill them.
+            self._runner.reload_weights(weights_iterator=tensors())
+            self.reset_prefix_cache()
+            return
         model = self._runner.get_model()
         missing = {name for name, _ in model.named_parameters()} - model.load_weights(tensors())
         if missing:

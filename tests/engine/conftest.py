@@ -1,0 +1,78 @@
+"""In-process engines of a small Qwen3. Importing vLLM costs far more than an engine, so all of them live in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+
+from isoexec.contract import CONTRACT_VARIABLE
+from isoexec.contract.build import contract_for_model
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    from isoexec.verify.checkpoint import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "qwen3")
+
+
+@pytest.fixture(scope="session")
+def other_checkpoint(tmp_path_factory):
+    from isoexec.verify.checkpoint import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "qwen3-other", seed=1)
+
+
+@pytest.fixture(scope="session")
+def contract_file(checkpoint, tmp_path_factory):
+    path = tmp_path_factory.mktemp("contract") / "contract.json"
+    path.write_text(contract_for_model(str(checkpoint), "cpu").to_json())
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def open_engine(contract_file):
+    """``with open_engine(model, **shape) as engine``: under the contract, its cache filled with NaN; ``contract=None`` for none.
+
+    One engine at a time: a fixture that keeps one open is scoped to a class.
+    """
+    from isoexec.runtimes.vllm.engine import prepare_environment
+
+    prepare_environment()  # vLLM reads some of it on import
+    pytest.importorskip("vllm", reason="vLLM is not installed; run `make build`")
+
+    @contextlib.contextmanager
+    def opened(model, *, contract=contract_file, **shape):
+        from isoexec.runtimes.vllm.engine import RolloutEngine
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(CONTRACT_VARIABLE, contract or "")
+            engine = RolloutEngine(model, **shape)
+            if contract:
+                engine.fill_kv_cache(float("nan"))
+            try:
+                yield engine
+            finally:
+                engine.close()
+
+    return opened
+
+
+@pytest.fixture(scope="class")
+def engine(open_engine, checkpoint):
+    """An engine that takes every prompt whole and holds every sequence."""
+    with open_engine(checkpoint) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """64 prompts whose lengths lie before, on and after cache blocks (32) and attention blocks (64); pairs share a prefix."""
+    draw = random.Random(0)
+    lengths = [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150]
+    prompts = [[draw.randrange(512) for _ in range(lengths[i % len(lengths)])] for i in range(64)]
+    for i in range(8, 64, 12):  # 127 tokens, followed by a prompt of 128 that begins with the same 100
+        prompts[i + 1][:100] = prompts[i][:100]
+    return prompts

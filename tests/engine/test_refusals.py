@@ -1,0 +1,133 @@
+"""Settings and requests outside the contract are refused by name, and the engine lives on after a refused request."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from bitwise import same
+
+from isoexec.contract import ContractError, ExecutionContract
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "model_config.logprobs_mode"),
+        ({"enforce_eager": False}, "model_config.enforce_eager"),
+        ({"dtype": "float32"}, "model_config.dtype"),
+        ({"kv_cache_dtype": "fp8"}, "cache_config.cache_dtype"),
+        ({"enable_lora": True}, "lora_config"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}, "speculative_config"),
+        ({"tensor_parallel_size": 2}, "parallel_config.tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "parallel_config.pipeline_parallel_size"),
+        ({"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}}, "rope_parameters.rope_type"),
+        ({"hf_overrides": {"attention_bias": True}}, "attention_bias"),
+        ({"model_impl": "transformers"}, "model_config.model_impl"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_engine_setting(open_engine, checkpoint, arguments, name):
+    with pytest.raises(ContractError, match=rf"{name}: expected .*, found .*set it to"):
+        with open_engine(checkpoint, **arguments):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "cuda"}, "backend: the contract names 'cuda', this engine computes on 'cpu'"),
+        ({"architecture": "Qwen3MoeForCausalLM"}, "architecture: the vLLM runtime runs Qwen3ForCausalLM"),
+    ],
+)
+def test_contract_of_another_model_or_backend(open_engine, checkpoint, contract_file, tmp_path, change, message):
+    contract = ExecutionContract.from_json(open(contract_file, encoding="utf-8").read())
+    other = tmp_path / "other.json"
+    other.write_text(dataclasses.replace(contract, **change).to_json())
+    with pytest.raises(ContractError, match=message):
+        with open_engine(checkpoint, contract=str(other)):
+            pass
+
+
+def test_checkpoint_of_another_architecture(open_engine, checkpoint, tmp_path):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("Qwen3ForCausalLM", "Qwen2ForCausalLM"))
+    with pytest.raises(ContractError, match="the contract names Qwen3ForCausalLM, the checkpoint .*Qwen2ForCausalLM"):
+        with open_engine(tmp_path):
+            pass
+
+
+REQUESTS = {
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.1},
+    "presence_penalty": {"presence_penalty": 0.5},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "repetition_penalty": {"repetition_penalty": 1.1},
+    "min_tokens": {"min_tokens": 2},
+    "logit_bias": {"logit_bias": {3: 1.0}},
+    "allowed_token_ids": {"allowed_token_ids": [1, 2]},
+    "bad_words": {"bad_words": ["x"]},
+    "seed": {"seed": None},
+    "temperature": {"temperature": 0.0, "logprobs": 0},
+    "prompt_logprobs": {"temperature": 0.7, "prompt_logprobs": 0},
+}
+
+
+class TestOneEngine:
+    def test_second_model_runner(self, contract_file, engine):
+        """The setting follows an environment variable that vLLM reads once, so the check is given a configuration that has it on."""
+        from isoexec.runtimes.vllm import settings
+
+        contract = ExecutionContract.from_json(open(contract_file, encoding="utf-8").read())
+        config = engine._llm.llm_engine.vllm_config
+        settings.check(contract, config)
+        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        with pytest.raises(ContractError, match="use_v2_model_runner: expected False, found True"):
+            settings.check(contract, SimpleNamespace(**fields, use_v2_model_runner=True))
+
+    @pytest.mark.parametrize("name", REQUESTS)
+    def test_request(self, engine, prompts, name):
+        from vllm import SamplingParams
+
+        common = {"seed": 1, "max_tokens": 4, "temperature": 1.0, "detokenize": False}
+        good, bad = SamplingParams(**common), SamplingParams(**(common | REQUESTS[name]))
+        with pytest.raises(ContractError, match=rf"^{name}: expected"):
+            engine.request(prompts[:2], [good, bad])
+        assert not engine._llm.llm_engine.has_unfinished_requests()
+
+    def test_structured_output(self, engine, prompts):
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params = SamplingParams(seed=1, structured_outputs=StructuredOutputsParams(regex="a+"), detokenize=False)
+        with pytest.raises(ContractError, match="^structured_outputs: expected None"):
+            engine.request(prompts[:1], [params])
+
+    def test_beam_search(self, engine, prompts):
+        from vllm.sampling_params import BeamSearchParams
+
+        with pytest.raises((ContractError, ValueError)):
+            engine._llm.beam_search([{"prompt_token_ids": prompts[2]}], BeamSearchParams(beam_width=2, max_tokens=3))
+
+    def test_the_engine_lives_on(self, engine, prompts):
+        """After every refusal above: the same bits as before, and greedy sampling without logprobs is served."""
+        from vllm import SamplingParams
+
+        first = engine.generate(prompts[:3], [1, 2, 3], 1.0, 4, record_rows=True)
+        with pytest.raises(ContractError):
+            engine.request(prompts[:1], [SamplingParams(top_p=0.5)])
+        assert all(same(first, engine.generate(prompts[:3], [1, 2, 3], 1.0, 4, record_rows=True)))
+
+        greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, detokenize=False)
+        drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=5, ignore_eos=True, detokenize=False, logprobs=0)
+        alone = [engine.request([prompts[i]], [p])[0].outputs[0] for i, p in ((7, greedy), (11, drawn))]
+        mixed = [o.outputs[0] for o in engine.request([prompts[7], prompts[11]], [greedy, drawn])]
+        assert [list(o.token_ids) for o in alone] == [list(o.token_ids) for o in mixed]
+        assert mixed[0].logprobs is None
+        one = SamplingParams(temperature=1.0, seed=0, max_tokens=1, logprobs=1, detokenize=False)
+        best = engine.request([prompts[7]], [one])[0].outputs[0].logprobs[0]
+        assert max(best, key=lambda token: best[token].logprob) == mixed[0].token_ids[0]
