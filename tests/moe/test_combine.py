@@ -83,6 +83,14 @@ def test_minus_zero_terms_give_plus_zero():
     assert not bit_equal(values[:, 0].float(), torch.zeros(1, 3))  # the sign is there to be lost
 
 
+def test_subnormal_terms_are_kept():
+    values = torch.full((1, 2, 3), 2.0**-120).bfloat16()
+    weights = torch.full((1, 2), 2.0**-20)
+    for groups in (1, 16):
+        got = total(values, weights, torch.tensor([[0, 1]]), groups=groups)
+        assert_bit_equal(got, torch.full((1, 3), 2.0**-139))
+
+
 def test_one_ulp_reaches_the_total():
     values, weights, experts = case()
     got = total(values, weights, experts)
@@ -119,6 +127,10 @@ def test_gradients_are_those_of_fp64():
     ((wide[0] * wide[1][..., None]).sum(1) + wide[2]).backward(out.double())
     for got, expected, bound in zip(leaves, wide, (2**-8, 1e-5, 0.0)):
         assert ((got.grad.double() - expected.grad).abs() <= bound * expected.grad.abs().clamp(min=1.0)).all()
+    plain = [t.clone().requires_grad_() for t in (values, weights)]
+    moe.combine(*plain, experts, num_experts=E, combine_groups=GROUPS).backward(out)  # no shared expert: the same gradients
+    for got, expected in zip(plain, leaves):
+        assert_bit_equal(got.grad, expected.grad)
 
 
 def test_no_token():

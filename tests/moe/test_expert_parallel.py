@@ -1,5 +1,6 @@
 """Expert parallel degrees 1, 2, 4 give the bits of one process (case 7), with replicated and with sharded tokens, over gloo."""
 
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,9 @@ CASES = [(size, replicated, top_k) for size, ks in ep_worker.TOP_K.items() for r
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ep")
-    done = subprocess.run([sys.executable, ep_worker.__file__, str(folder)], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, ep_worker.__file__, str(folder)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 

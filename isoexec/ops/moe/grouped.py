@@ -1,12 +1,18 @@
-"""Grouped expert MLP: pairs sorted by expert, one product per expert that has rows."""
+"""Grouped expert MLP: pairs sorted by expert, one fixed-shape tile product per expert that has rows."""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from isoexec.ops import activation
-from isoexec.ops.matmul.reference import product
+from isoexec.ops.matmul.reference import COLUMNS, ROWS, product
+
+# fp32 weights that one batched product may hold; above it an expert's product is large enough to be called alone.
+_BATCHED_ELEMENTS = 1 << 22
 
 
 class _Gather(torch.autograd.Function):
@@ -55,11 +61,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx, rows, counts, *weights):
         ctx.counts, ctx.stacked = counts, len(weights) == 1 and weights[0].dim() == 3
         ctx.save_for_backward(rows, *weights)
-        each = weights[0] if ctx.stacked else weights
-        out = rows.new_empty(rows.shape[0], each[0].shape[0])
-        for e, at in _segments(counts):
-            out[at] = product(rows[at], each[e]).to(torch.bfloat16)
-        return out
+        return grouped_product(rows, counts, weights[0] if ctx.stacked else weights).to(torch.bfloat16)
 
     @staticmethod
     def backward(ctx, grad):
@@ -72,6 +74,28 @@ class _GroupedLinear(torch.autograd.Function):
             grad_rows[at] = (g @ each[e].float()).to(rows.dtype)
             (grad_weights[0] if ctx.stacked else grad_weights)[e].copy_(g.T @ rows[at].float())
         return grad_rows, None, *grad_weights
+
+
+def grouped_product(rows, counts, weights):
+    """One leaf per expert: rows [R, K] sorted by expert -> [R, N] fp32. Small experts share a batched product of the same tiles, so that a
+    decode step does not pay a call per expert; a tile's bits are its own either way."""
+    (R, K), N = rows.shape, weights[0].shape[0]
+    tiles = [-(-n // ROWS) for n in counts]
+    if not R or sum(tiles) * N * K > _BATCHED_ELEMENTS:
+        out = rows.new_empty(R, N, dtype=torch.float32)
+        for e, at in _segments(counts):
+            out[at] = product(rows[at], weights[e])
+        return out
+    owner = [e for e, n in enumerate(tiles) for _ in range(n)]
+    w = weights[owner] if isinstance(weights, torch.Tensor) else torch.stack([weights[e] for e in owner])
+    w = pad(w.float(), (0, 0, 0, -N % COLUMNS)).view(-1, COLUMNS, K)
+    columns = -(-N // COLUMNS)
+    first_tile, first_row = (torch.tensor(list(accumulate(x, initial=0))[:-1]) for x in (tiles, counts))
+    at = torch.arange(R) + (first_tile * ROWS - first_row).repeat_interleave(torch.tensor(counts))
+    x = rows.new_zeros(len(owner) * ROWS, K, dtype=torch.float32)
+    x[at] = rows.float()
+    y = torch.bmm(x.view(-1, 1, ROWS, K).expand(-1, columns, ROWS, K).reshape(-1, ROWS, K), w.mT)
+    return y.view(-1, columns, ROWS, COLUMNS).transpose(1, 2).reshape(-1, columns * COLUMNS)[at, :N]
 
 
 def _segments(counts):

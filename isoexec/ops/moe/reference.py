@@ -11,10 +11,10 @@ from isoexec.ops.matmul.reference import lm_head
 from isoexec.ops.moe import SCORING
 from isoexec.ops.moe.parallel import gather_rows, local_groups, sum_partials
 
+_TOKENS = 1024  # per tile of the combine, whose sums are E_G times the output
+
 
 def router_logits(x, weight):
-    if not x.shape[0]:  # an expert-parallel rank may bring no token; its weight still gets a gradient, of zeros
-        return x.float() @ weight.float().T
     return lm_head(x, weight)  # the same product: bf16 operands, fp32 accumulation, no rounding to bf16
 
 
@@ -75,8 +75,9 @@ def group_partials(values, weights, experts, first_expert, groups, experts_per_g
 
 def weighted_total(values, weights, experts, shared, first_expert, groups, experts_per_group, rows, ep):
     """The combine before its rounding, [T, D] fp32."""
-    partial = tree_sum(group_partials(values, weights, experts, first_expert, groups, experts_per_group))
-    total = sum_partials(partial, ep, rows)
+    tiles = zip(*(x.split(_TOKENS) for x in (values, weights, experts)))  # rows are independent: only memory is at stake
+    parts = [tree_sum(group_partials(*tile, first_expert, groups, experts_per_group)) for tile in tiles]
+    total = sum_partials(torch.cat(parts), ep, rows)
     return total if shared is None else total + shared.float()
 
 
@@ -93,7 +94,8 @@ class _Combine(torch.autograd.Function):
         every = (grad if ctx.rows is None else gather_rows(grad, ctx.ep, ctx.rows)).float().unsqueeze(1)
         # The value of a pair that is not held is +0.0, hence its weight's gradient too: ranks' gradients add up in dispatch's backward.
         grad_values = (every * weights.unsqueeze(-1)).to(values.dtype)
-        return grad_values, row_sum(every * values.float()), None, grad, None, None, None, None, None
+        grad_weights = row_sum(every * values.float())
+        return grad_values, grad_weights, None, grad if ctx.needs_input_grad[3] else None, None, None, None, None, None
 
 
 def combine(values, weights, experts, shared=None, *, num_experts, combine_groups, rows=None, ep=None):
