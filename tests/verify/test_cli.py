@@ -1,0 +1,79 @@
+"""The command line: contracts, and bad input in one line with exit status 2."""
+
+import json
+
+import pytest
+
+from isoexec.cli import main
+from isoexec.contract import ExecutionContract
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}
+
+
+def write(folder, weights=True, **changes):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in (CONFIG | changes).items() if v is not None}))
+    if weights:
+        (folder / "model.safetensors").write_bytes(b"")
+    return str(folder)
+
+
+def test_a_built_contract_is_shown(tmp_path, capsys):
+    model, file = write(tmp_path / "m"), str(tmp_path / "c.json")
+    assert main(["contract", "build", "--model", model, "--backend", "cpu", "-o", file]) == 0
+    built = capsys.readouterr().out
+    assert main(["contract", "show", file]) == 0
+    shown = capsys.readouterr().out
+    digest = ExecutionContract("Qwen3ForCausalLM", "cpu").digest
+    assert digest in built and digest in shown
+
+
+@pytest.mark.parametrize("width, leaves", [(256, 8), (192, 4), (96, 2), (80, 1)])
+def test_row_leaves_fit_the_widths(tmp_path, width, leaves):
+    file = tmp_path / "c.json"
+    assert main(["contract", "build", "--model", write(tmp_path / "m", intermediate_size=width), "--backend", "cpu", "-o", str(file)]) == 0
+    assert ExecutionContract.from_json(file.read_text()).numerics.row_leaves == leaves
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not supported; supported: Qwen3ForCausalLM"),
+        ({"architectures": None}, "architectures: expected one name"),
+        ({"weights": False}, "no *.safetensors"),
+        ({"max_position_embeddings": 128}, "max_position_embeddings: expected at least 512, found 128"),
+        ({"vocab_size": None}, "vocab_size: expected at least"),
+    ],
+)
+def test_models_that_cannot_be_verified(tmp_path, capsys, changes, text):
+    assert main(["verify", "--model", write(tmp_path / "m", **changes), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert text in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", ["{}", "not json", '{"architecture": "x", "backend": "tpu"}'])
+def test_contracts_that_are_not(tmp_path, capsys, content):
+    (tmp_path / "c.json").write_text(content)
+    assert main(["contract", "show", str(tmp_path / "c.json")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_width_that_no_leaf_divides(tmp_path, capsys):
+    model = write(tmp_path / "m", intermediate_size=250)
+    assert main(["contract", "build", "--model", model, "--backend", "cpu", "-o", str(tmp_path / "c.json")]) == 2
+    assert "intermediate_size: 250 is not a multiple of 16" in capsys.readouterr().err
+    assert not (tmp_path / "c.json").exists()
+
+
+def test_too_few_prompts(tmp_path, capsys):
+    assert main(["verify", "--prompts", "3", "--out", str(tmp_path / "out")]) == 2
+    assert "--prompts 3: expected at least 8" in capsys.readouterr().err
