@@ -22,7 +22,7 @@ from isoexec.ops.rope import triton as rope
 
 _TYPES = {
     "eps": "fp32", "r_out": "*fp32", "cos": "*fp32", "sin": "*fp32", "cos_out": "*fp32", "sin_out": "*fp32", "positions": "*i64",
-    "frequencies": "*fp32", "logits": "*fp32", "maximum": "*fp32", "maxima": "*fp32", "totals": "*fp32", "sums": "*fp32", "target": "*fp32",
+    "frequencies": "*fp32", "logits": "*fp32", "maximum": "*fp32", "maxima": "*fp32", "totals": "*fp32", "sums": "*fp32", "target": "*fp32", "tokens": "*i64", "maximum_out": "*fp32",
     "out": "*fp32", "temperature": "*fp32", "lse": "*fp32", "partials": "*fp32", "scale": "fp32", "cu_seqlens": "*i32", "seq_lens": "*i32",
     "block_table": "*i32",
 }  # fmt: skip
@@ -53,9 +53,9 @@ FORWARD = {
     "silu_mul": (activation.silu_mul_kernel, dict(F=6144, R=1, BLOCK=2048)),
     "sigmoid_gate": (activation.sigmoid_gate_kernel, dict(D=128, R=16, BLOCK=128, ONE=False)),
     "temperature": (logprob.scale_kernel, dict(PER_ROW=False, TILE=4096)),
-    "block sums": (logprob.sums_kernel, dict(BLOCK=64, LOGB=6, PER_TILE=64)),
+    "block sums": (logprob.sums_kernel, dict(TILES=64, BLOCK=64, LOGB=6, PER_TILE=64)),
     "tree": (matmul.tree_kernel, dict(BIAS=True, LEAVES=8, BLOCK=1024)),
-    "totals": (logprob.total_kernel, dict(N=4096, LOGN=12)),
+    "totals": (logprob.total_kernel, dict(N=4096, LOGN=12, TILES=64, TOKEN=False, GATHER=False)),
 }
 
 
@@ -79,10 +79,10 @@ def test_wide_rows_load_sixteen_bytes():
     assert re.search(r"ld\.global\.v4\.b32", ptx(kernel, **constants))
 
 
-@pytest.mark.parametrize("leaves,tiles", [(1, matmul.SMALL), (1, matmul.LARGE), (8, matmul._TREE)])
+@pytest.mark.parametrize("leaves,tiles", [(1, matmul.SMALL), (1, matmul.LARGE), (4, matmul.TREE[4]), (8, matmul.TREE[8])])
 def test_products_run_on_the_wide_matrix_unit(leaves, tiles):
     BM, BN, BK, warps, stages = tiles
-    text = ptx(matmul.product_kernel, warps, stages, BIAS=False, LEAVES=leaves, BM=BM, BN=BN, BK=BK, GROUP=8)
+    text = ptx(matmul.product_kernel, warps, stages, BIAS=False, LEAVES=leaves, BM=BM, BN=BN, BK=BK, GROUP=8, APART=False)
     assert "wgmma" in text and not re.search(r"\bmma\.sync", text)
 
 

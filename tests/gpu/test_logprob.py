@@ -1,5 +1,8 @@
 """Log-softmax and token logprob in Triton."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -33,11 +36,11 @@ def test_token_is_the_entry_of_the_row(random, device, V, vocab):
 def test_block_sums_are_the_schedule_s(random):
     """Same trees as the CPU backend: with exp taken once, the sums agree bit for bit."""
     x = random(3, 200, dtype=torch.float32)
-    zero = torch.zeros(3, dtype=torch.float32, device=x.device)
+    zero = torch.zeros(3, 1, dtype=torch.float32, device=x.device)
     sums = logprob._block_sums(x, zero, 199, 64)
     e = torch.nn.functional.pad(torch.exp(x[:, :199]), (0, 57)).view(3, 4, 64)
     assert (sums - e.sum(-1)).abs().max() <= 1e-6 * e.sum(-1).max()
-    assert_bit_equal(logprob._totals(sums).cpu(), reference._normaliser(sums.cpu()))
+    assert_bit_equal(logprob._totals(sums, zero)[0].cpu(), reference._normaliser(sums.cpu()))
 
 
 @pytest.mark.parametrize("temperature", [0.7, [0.5, 1.0, 1.3]])
@@ -62,6 +65,17 @@ def test_gradient(random, device, V, vocab):
     assert (got.cpu() - want).abs().max() <= 2e-6
     (again,) = torch.autograd.grad(_call(logprob, leaf, tokens, vocab), leaf, grad)
     assert_bit_equal(got, again, "gradient of a second run")
+
+
+def test_a_token_outside_the_vocabulary_stops_the_device(hardware):
+    """In a process of its own: the assertion ends its use of the GPU."""
+    code = (
+        "import torch; from isoexec.ops import logprob; x = torch.zeros(2, 128, device='cuda');"
+        "logprob.token_logprob(x, torch.tensor([1, {}], device='cuda'), vocab_size=100, vocab_block=64); torch.cuda.synchronize()"
+    )
+    good, bad = (subprocess.run([sys.executable, "-c", code.format(t)], capture_output=True, text=True, timeout=120) for t in (99, 100))
+    assert good.returncode == 0, good.stderr
+    assert bad.returncode != 0 and "outside the vocabulary" in bad.stderr + bad.stdout
 
 
 def test_no_extra_logits(random, hardware):

@@ -76,6 +76,8 @@ def test_leaves_are_added_by_the_tree(operands, leaves):
     want = tree_sum(parts)
     assert_bit_equal(_triton(x, w, torch.float32, leaves=leaves), want, "in registers")
     assert_bit_equal(portable.tree(parts, torch.float32), want, "over partials")
+    assert_bit_equal(portable.partials(x, w, leaves, portable.SMALL if INTERPRET else None), parts, "one program per leaf")
+    assert_bit_equal(portable.product(x[:40], w, torch.float32, leaves=leaves), want[:40], "few rows")
     bias = w[:, 0].contiguous()
     assert_bit_equal(portable.tree(parts, torch.bfloat16, bias), (want + bias.float()).bfloat16(), "bias before the rounding")
     assert_bit_equal(_triton(x, w, torch.bfloat16, bias, leaves), (want + bias.float()).bfloat16(), "bias before the rounding")
@@ -103,7 +105,7 @@ def test_public_ops(operands, hardware):
     whole = matmul.row_parallel_linear(x, w, leaves=8)
     assert_bit_equal(matmul.row_parallel_linear(x[3:9], w, leaves=8), whole[3:9], "row-parallel")
     half = x.shape[1] // 2
-    parts = [matmul.gpu.product(x[:, s], w[:, s], torch.float32, None, 4) for s in (slice(0, half), slice(half, None))]
+    parts = [portable.product(x[:, s], w[:, s], torch.float32, None, 4) for s in (slice(0, half), slice(half, None))]
     assert_bit_equal((parts[0] + parts[1]).bfloat16(), whole, "two ranks own half of the tree each")
     with pytest.raises(ContractError, match="leaves"):
         matmul.row_parallel_linear(x, w, leaves=3)

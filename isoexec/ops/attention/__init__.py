@@ -13,7 +13,7 @@ _HAZARDS = (
 
 
 @op("attention.varlen", cpu=".reference:varlen", cuda=".gpu:varlen", hazards=_HAZARDS)
-def varlen(q, k, v, cu_seqlens, *, scale, kv_block):
+def varlen(q, k, v, cu_seqlens, *, scale, kv_block, longest=None):
     """Causal attention over packed sequences.
 
     Args:
@@ -22,6 +22,7 @@ def varlen(q, k, v, cu_seqlens, *, scale, kv_block):
         cu_seqlens: [B + 1] int32, ascending from 0 to T; repeated entries are empty sequences.
         scale: float, factor of the scores.
         kv_block: int, keys per online-softmax step.
+        longest: int, an upper bound of the lengths where the caller knows one; saves work, moves no bit.
 
     Returns:
         [T, H, K] bf16. Differentiable in q, k, v.
@@ -29,7 +30,7 @@ def varlen(q, k, v, cu_seqlens, *, scale, kv_block):
 
 
 @op("attention.paged", cpu=".reference:paged", cuda=".gpu:paged", hazards=_HAZARDS)
-def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block):
+def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block, longest=None):
     """Causal attention of new tokens against a paged cache that already holds them (see :func:`write_cache`).
 
     Args:
@@ -38,7 +39,7 @@ def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, 
         block_table: [B, max_pages] int32.
         seq_lens: [B] int32, tokens of each sequence including the new ones.
         query_start_loc: [B + 1] int32; the new tokens are the last of their sequence.
-        scale, kv_block: as in :func:`varlen`.
+        scale, kv_block: as in :func:`varlen`; longest: bound of the numbers of new tokens.
 
     Returns:
         [T, H, K] bf16, the same bits as :func:`varlen` gives on the whole sequences.

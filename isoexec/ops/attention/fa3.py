@@ -1,7 +1,7 @@
 """Causal attention by FlashAttention 3 (sm_90), one KV split in every case: its own fixed order, proven per head size by tests/gpu.
 
 Only the compiled extension is loaded, from the pinned provider. Row bits are the same packed, paged, chunked and in decode for the head sizes
-named here; others (64: a batch of single tokens takes another tile) go to the Triton form.
+named here. Pages are read whole and stale rows multiplied by zero, so a cache must hold finite values only. Other head sizes (64: a batch of single tokens takes another tile) go to the Triton form.
 """
 
 from __future__ import annotations

@@ -21,28 +21,26 @@ def uses_fa3(device: torch.device, head_size: int) -> bool:
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, scale, kv_block):
-        T, _, K = q.shape
-        # The longest sequence is not read back: T bounds it, and a bound moves no bit.
+    def forward(ctx, q, k, v, cu_seqlens, scale, kv_block, longest):
+        K = q.shape[2]
         if uses_fa3(q.device, K):
-            out, lse = fa3.attend(q, k, v, cu_seqlens, scale, longest_q=T, longest_k=T, cu_seqlens_k=cu_seqlens)
+            out, lse = fa3.attend(q, k, v, cu_seqlens, scale, longest_q=longest, longest_k=longest, cu_seqlens_k=cu_seqlens)
         else:
-            out, lse = portable.attend(q, k, v, cu_seqlens, scale, kv_block, longest_q=T)
+            out, lse = portable.attend(q, k, v, cu_seqlens, scale, kv_block, longest_q=longest)
         ctx.save_for_backward(q, k, v, cu_seqlens, out, lse)
-        ctx.scale = scale
+        ctx.scale, ctx.longest = scale, longest
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
-        T = q.shape[0]
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout state
         with _deterministic():
             grads = torch.ops.aten._flash_attention_backward(
-                grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out, lse, cu_seqlens, cu_seqlens, T, T, 0.0, True,
+                grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out, lse, cu_seqlens, cu_seqlens, ctx.longest, ctx.longest, 0.0, True,
                 unused, unused[:0], scale=ctx.scale,
             )  # fmt: skip
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 class _deterministic:
@@ -56,19 +54,21 @@ class _deterministic:
         torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
 
 
-def varlen(q, k, v, cu_seqlens, *, scale, kv_block):
+def varlen(q, k, v, cu_seqlens, *, scale, kv_block, longest=None):
     if not q.shape[0]:
         return torch.zeros_like(q)
-    return _Varlen.apply(q, k, v, cu_seqlens, float(scale), kv_block)
+    # Without a bound the longest length is not read back from the device: the number of tokens bounds it, and a bound moves no bit.
+    return _Varlen.apply(q, k, v, cu_seqlens, float(scale), kv_block, q.shape[0] if longest is None else longest)
 
 
-def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block):
+def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block, longest=None):
     T, _, K = q.shape
+    longest = T if longest is None else longest
     if not T:
         return torch.zeros_like(q)
     if uses_fa3(q.device, K):
         longest_k = block_table.shape[1] * key_cache.shape[1]
-        return fa3.attend(q, key_cache, value_cache, query_start_loc, float(scale), longest_q=T, longest_k=longest_k, seq_lens=seq_lens,
+        return fa3.attend(q, key_cache, value_cache, query_start_loc, float(scale), longest_q=longest, longest_k=longest_k, seq_lens=seq_lens,
                           block_table=block_table)[0]  # fmt: skip
-    return portable.attend(q, key_cache, value_cache, query_start_loc, float(scale), kv_block, longest_q=T, seq_lens=seq_lens,
+    return portable.attend(q, key_cache, value_cache, query_start_loc, float(scale), kv_block, longest_q=longest, seq_lens=seq_lens,
                            block_table=block_table)[0]  # fmt: skip

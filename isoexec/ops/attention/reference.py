@@ -127,11 +127,11 @@ class _Varlen(torch.autograd.Function):
         return *attention_grad(grad, *ctx.saved_tensors, ctx.scale), None, None, None
 
 
-def varlen(q, k, v, cu_seqlens, *, scale, kv_block):
+def varlen(q, k, v, cu_seqlens, *, scale, kv_block, longest=None):
     return _Varlen.apply(q, k, v, cu_seqlens, float(scale), kv_block)
 
 
-def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block):
+def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block, longest=None):
     return _forward(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, float(scale), kv_block)[0]
 
 

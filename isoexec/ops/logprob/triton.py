@@ -1,6 +1,6 @@
 """Log-softmax and token logprob in Triton, over tiles of the vocabulary: no [T, V] tensor but the logits, their gradient and a requested output.
 
-Three launches: exact maximum per tile; sums of exp(x - max) per block of the vocabulary; the tree over the blocks, log and the token's entry.
+Three launches: exact maximum per tile; sums of exp(x - max) per block of the vocabulary; the tree over the blocks, log, the token's entry.
 Every sum is a tree of two-term additions, so tile and warps move no bit.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from isoexec.contract import ContractError
 from isoexec.ops._core.rows import power_of_two
-from isoexec.ops._core.triton_math import COMPILE, row_sum
+from isoexec.ops._core.triton_math import COMPILE, INTERPRET, row_sum
 from isoexec.ops.collective.reference import all_gather, group_size
 from isoexec.ops.logprob.reference import _expect_fp32
 
@@ -39,13 +39,17 @@ def max_kernel(logits, maxima, real, outer, tiles, TILE: tl.constexpr):
 
 
 @triton.jit
-def sums_kernel(logits, maximum, sums, real, blocks, outer, BLOCK: tl.constexpr, LOGB: tl.constexpr, PER_TILE: tl.constexpr):
+def sums_kernel(logits, maxima, sums, real, blocks, outer, tiles, TILES: tl.constexpr, BLOCK: tl.constexpr, LOGB: tl.constexpr,
+                PER_TILE: tl.constexpr):  # fmt: skip
+    """``maxima`` [T, tiles]: of the parts of a row, or of its tensor-parallel shards."""
     row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, TILES)
+    maximum = tl.max(tl.load(maxima + row * tiles + i, mask=i < tiles, other=_LOWEST), 0)
     b = tl.program_id(1) * PER_TILE + tl.arange(0, PER_TILE)
     c = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(logits + row * outer + c, mask=c < real, other=_LOWEST)
     # Entries that do not exist are selected away: their exp is +0.0 whatever the memory holds.
-    e = tl.where(c < real, tl.exp(x - tl.load(maximum + row)), 0.0)
+    e = tl.where(c < real, tl.exp(x - maximum), 0.0)
     at = sums + row * blocks + b
     tl.store(at[:, None], row_sum(e, PER_TILE, BLOCK, LOGB), mask=(b < blocks)[:, None])
 
@@ -59,20 +63,23 @@ def _tree(x, N: tl.constexpr, LOGN: tl.constexpr):
 
 
 @triton.jit
-def total_kernel(sums, totals, blocks, N: tl.constexpr, LOGN: tl.constexpr):
+def total_kernel(sums, maxima, target, tokens, totals, maximum_out, out, blocks, tiles, vocab, outer, N: tl.constexpr, LOGN: tl.constexpr,
+                 TILES: tl.constexpr, TOKEN: tl.constexpr, GATHER: tl.constexpr):  # fmt: skip
+    """Sum and maximum of a row; ``TOKEN``: the logprob of its token, whose logit is target[row], or with ``GATHER`` target[row, token]."""
     row = tl.program_id(0).to(tl.int64)
+    one = tl.arange(0, 1)
+    i = tl.arange(0, TILES)
+    maximum = tl.max(tl.load(maxima + row * tiles + i, mask=i < tiles, other=_LOWEST), 0)
     i = tl.arange(0, N)
-    x = tl.load(sums + row * blocks + i, mask=i < blocks, other=0.0)
-    tl.store(totals + row + tl.arange(0, 1), _tree(x, N, LOGN))
-
-
-@triton.jit
-def token_kernel(target, maximum, totals, out, count, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = row < count
-    x = tl.load(target + row, mask=here, other=0.0)
-    x = (x - tl.load(maximum + row, mask=here, other=0.0)) - tl.log(tl.load(totals + row, mask=here, other=1.0))
-    tl.store(out + row, x, mask=here)
+    total = _tree(tl.load(sums + row * blocks + i, mask=i < blocks, other=0.0), N, LOGN)
+    tl.store(maximum_out + row, maximum)
+    tl.store(totals + row + one, total)
+    if TOKEN:
+        token = tl.load(tokens + row)
+        # A host read would stall the stream; this stops the device, and the next synchronisation reports it.
+        tl.device_assert((token >= 0) & (token < vocab), "logprob.token_logprob: token id outside the vocabulary")
+        at = row * outer + token if GATHER else row
+        tl.store(out + row + one, (tl.load(target + at) - maximum) - tl.log(total))
 
 
 @triton.jit
@@ -134,31 +141,38 @@ def scale_by_temperature(logits, temperature):
     return _ScaleByTemperature.apply(logits, temperature)
 
 
-def _maximum(logits, real: int):
-    """Exact maximum [T] of the first ``real`` entries; -inf for a shard that holds padding only."""
+def _maxima(logits, real: int):
+    """Exact maxima [T, tiles] of the first ``real`` entries; -inf for a shard that holds padding only."""
     T, tiles = logits.shape[0], max(triton.cdiv(real, _TILE), 1)
     maxima = torch.empty(T, tiles, dtype=torch.float32, device=logits.device)
     max_kernel[T, tiles](logits, maxima, real, logits.stride(0), tiles, _TILE, num_warps=8, **COMPILE)
-    return maxima.amax(1)
+    return maxima
 
 
-def _block_sums(logits, maximum, real: int, vocab_block: int):
+def _block_sums(logits, maxima, real: int, vocab_block: int):
     """Sums of exp(logits - maximum) [T, blocks of this shard, padding included]."""
     T, V = logits.shape
-    blocks, per_tile = triton.cdiv(V, vocab_block), max(_TILE // vocab_block, 1)
+    blocks, per_tile, tiles = triton.cdiv(V, vocab_block), max(_TILE // vocab_block, 1), maxima.shape[1]
     sums = torch.empty(T, blocks, dtype=torch.float32, device=logits.device)
     sums_kernel[T, triton.cdiv(blocks, per_tile)](
-        logits, maximum, sums, real, blocks, logits.stride(0), vocab_block, vocab_block.bit_length() - 1, per_tile, num_warps=8, **COMPILE
-    )
+        logits, maxima, sums, real, blocks, logits.stride(0), tiles, power_of_two(tiles), vocab_block, vocab_block.bit_length() - 1, per_tile,
+        num_warps=8, **COMPILE,
+    )  # fmt: skip
     return sums
 
 
-def _totals(sums):
-    T, blocks = sums.shape
-    totals = torch.empty(T, dtype=torch.float32, device=sums.device)
-    N = power_of_two(blocks)
-    total_kernel[T,](sums, totals, blocks, N, N.bit_length() - 1, num_warps=4, **COMPILE)
-    return totals
+def _totals(sums, maxima, target=None, tokens=None, vocab_size=0):
+    """(sum [T], maximum [T], logprob [T] of ``tokens`` or nothing); ``target`` [T, V] logits, or [T] the tokens' own."""
+    (T, blocks), tiles = sums.shape, maxima.shape[1]
+    totals, maximum, out = (torch.empty(T, dtype=torch.float32, device=sums.device) for _ in range(3))
+    N, given = power_of_two(blocks), tokens is not None
+    gather = given and target.dim() == 2
+    debug = {} if INTERPRET else {"debug": given}  # compiles the assertion in
+    total_kernel[T,](
+        sums, maxima, target if given else sums, tokens if given else sums, totals, maximum, out, blocks, tiles, vocab_size,
+        target.stride(0) if gather else 0, N, N.bit_length() - 1, power_of_two(tiles), given, gather, num_warps=4, **debug, **COMPILE,
+    )  # fmt: skip
+    return totals, maximum, out
 
 
 def log_softmax(logits, *, vocab_size, vocab_block):
@@ -167,8 +181,8 @@ def log_softmax(logits, *, vocab_size, vocab_block):
     T, V = logits.shape
     out = torch.empty(T, V, dtype=torch.float32, device=logits.device)
     if T:
-        maximum = _maximum(logits, vocab_size)
-        totals = _totals(_block_sums(logits, maximum, vocab_size, vocab_block))
+        maxima = _maxima(logits, vocab_size)
+        totals, maximum, _ = _totals(_block_sums(logits, maxima, vocab_size, vocab_block), maxima)
         rows_kernel[T, triton.cdiv(V, _TILE)](
             logits, maximum, totals, out, vocab_size, V, logits.stride(0), _TILE, num_warps=8, **COMPILE
         )
@@ -182,19 +196,17 @@ class _TokenLogprob(torch.autograd.Function):
         T, width = logits.shape
         first = 0 if tp is None else torch.distributed.get_rank(tp.group) * width
         real = min(max(vocab_size - first, 0), width)
-        maximum = _maximum(logits, real)
-        local = tokens - first
-        mine = (local >= 0) & (local < real)
-        target = logits.gather(1, torch.where(mine, local, 0).unsqueeze(-1)).squeeze(-1)
+        maxima, target = _maxima(logits, real), logits
         if tp is not None:
-            maximum = all_gather(maximum, tp.group).amax(0)
-            target = all_gather(target, tp.group).gather(0, (tokens // width).unsqueeze(0)).squeeze(0)
-        sums = _block_sums(logits, maximum, real, vocab_block)
+            local = tokens - first
+            mine = (local >= 0) & (local < real)
+            target = logits.gather(1, torch.where(mine, local, 0).unsqueeze(-1)).squeeze(-1)
+            target = all_gather(target, tp.group).gather(0, (tokens.clamp(0, vocab_size - 1) // width).unsqueeze(0)).squeeze(0)
+            maxima = all_gather(maxima.amax(1), tp.group).t().contiguous()
+        sums = _block_sums(logits, maxima, real, vocab_block)
         if tp is not None:
             sums = all_gather(sums, tp.group).transpose(0, 1).flatten(1)
-        totals = _totals(sums)
-        out = torch.empty(T, dtype=torch.float32, device=logits.device)
-        token_kernel[triton.cdiv(T, 256),](target, maximum, totals, out, T, 256, num_warps=4, **COMPILE)
+        totals, maximum, out = _totals(sums, maxima, target, tokens, vocab_size)
         ctx.save_for_backward(logits, tokens, maximum, totals)
         ctx.first, ctx.real = first, real
         return out
@@ -220,6 +232,4 @@ def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):
         )
     if not logits.shape[0]:
         return logits.sum(1)
-    # A host read would stall the stream: the check runs there, and reports at the next synchronisation.
-    torch._assert_async(((tokens >= 0) & (tokens < vocab_size)).all(), f"logprob.token_logprob: token ids lie outside [0, {vocab_size})")
     return _TokenLogprob.apply(logits, tokens.to(torch.int64).contiguous(), vocab_size, vocab_block, tp if ranks > 1 else None)

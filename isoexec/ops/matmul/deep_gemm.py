@@ -44,16 +44,9 @@ def _cuda_home() -> Path:
 
 def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` [M, K] bf16 times ``weight`` [N, K] bf16 transposed, fp32 accumulation -> [M, N] in ``dtype`` (bf16 or fp32)."""
+    x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
     out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
     if out.numel():
         library().bf16_gemm_nt(x, weight, out)
     return out
 
-
-def leaves(x: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
-    """fp32 partials [count, M, N] of ``count`` equal parts of K."""
-    out = torch.empty(count, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-    if out.numel():
-        for part, x_part, w_part in zip(out, x.chunk(count, 1), weight.chunk(count, 1)):
-            library().bf16_gemm_nt(x_part, w_part, part)
-    return out

@@ -1,4 +1,8 @@
-"""Matrix products on a GPU. The architecture picks the provider, for every case alike: DeepGEMM on sm_90, the Triton form elsewhere."""
+"""Matrix products on a GPU. Architecture and contract pick the kernel, for every case and rank alike.
+
+One leaf: DeepGEMM on sm_90, the Triton form elsewhere. Several leaves (row-parallel, a contract that claims tensor parallelism): the Triton form,
+which adds them without a trip through memory, on every rank, whether it owns one leaf or all of them.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +16,32 @@ from isoexec.ops.matmul import deep_gemm
 from isoexec.ops.matmul import triton as portable
 from isoexec.ops.matmul.reference import _same_k
 
-_PARTIAL_BYTES = 32 << 20  # leaves of a run of rows stay in the L2 cache until their tree is taken
-
-
 @functools.lru_cache(maxsize=None)
 def uses_deep_gemm(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def product(x, weight, dtype, bias=None, leaves=1):
-    """``x`` [M, K] times ``weight`` [N, K] transposed -> [M, N] in ``dtype``."""
+def product(x, weight, dtype, bias=None):
+    """``x`` [M, K] times ``weight`` [N, K] transposed, one leaf -> [M, N] in ``dtype``."""
     if not uses_deep_gemm(x.device):
-        return portable.product(x, weight, dtype, bias, leaves)
-    x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
-    if leaves == 1:
-        y = deep_gemm.product(x, weight, dtype if bias is None else torch.float32)
-        return y if bias is None else portable.tree(y.unsqueeze(0), dtype, bias)
-    rows = max(_PARTIAL_BYTES // (4 * leaves * weight.shape[0]) // 128 * 128, 128)
-    runs = [portable.tree(deep_gemm.leaves(run, weight, leaves), dtype, bias) for run in x.split(rows)]
-    return runs[0] if len(runs) == 1 else torch.cat(runs)
+        return portable.product(x, weight, dtype, bias)
+    y = deep_gemm.product(x, weight, dtype if bias is None else torch.float32)
+    return y if bias is None else portable.tree(y.unsqueeze(0), dtype, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, leaves, tp, dtype):
+        """``leaves``: of the whole product; this rank has its share."""
         ctx.save_for_backward(x, weight)
         ctx.tp, ctx.bias_dtype = tp, None if bias is None else bias.dtype
         flat = x.flatten(0, -2)
-        if tp is None:
-            y = product(flat, weight, dtype, bias, leaves)
+        if leaves == 1:
+            y = product(flat, weight, dtype, bias)
+        elif tp is None:
+            y = portable.product(flat, weight, dtype, bias, leaves)
         else:
-            y = sum_over_ranks(product(flat, weight, torch.float32, None, leaves), tp.group)
+            y = sum_over_ranks(portable.product(flat, weight, torch.float32, None, leaves // group_size(tp)), tp.group)
             if tp.sequence_parallel:
                 y = own_rows(y, tp.group)
             y = portable.tree(y.unsqueeze(0), dtype, bias)
@@ -86,4 +85,4 @@ def row_parallel_linear(x, weight, *, leaves, tp=None, bias=None):
             f"matmul.row_parallel_linear: K = {K}, {leaves} leaves, {ranks} tensor-parallel ranks; expected a power of two of leaves that the "
             "degree divides, and K a multiple of 16 * leaves: build a contract whose numerics.row_leaves fits"
         )
-    return _Linear.apply(x, weight, bias, leaves // ranks, tp if ranks > 1 else None, x.dtype)
+    return _Linear.apply(x, weight, bias, leaves, tp if ranks > 1 else None, x.dtype)

@@ -12,10 +12,13 @@ import triton.language as tl
 from isoexec.contract import ContractError
 from isoexec.ops._core.triton_math import COMPILE, dot_add
 
-#: (rows, columns, K step, warps, pipeline stages): for M <= 64 and beyond. Committed, never tuned at run time; moves no bit but by the K step.
+#: (rows, columns, K step, warps, pipeline stages). Committed, never tuned at run time; moves no bit but by the K step.
 SMALL, LARGE = (64, 64, 64, 4, 4), (128, 128, 64, 8, 3)
-_TREE = (64, 64, 64, 4, 4)  # the tree keeps up to four accumulators
+#: The tree in registers keeps log2(leaves) accumulators beside the running one.
+TREE = {2: (128, 128, 64, 8, 3), 4: (128, 128, 64, 8, 3), 8: (128, 64, 64, 8, 4)}
 MAX_LEAVES = 8
+#: Up to so many rows there are too few tiles to fill a GPU: each leaf is a program of its own, and a second launch takes the tree.
+APART_ROWS = 256
 
 
 @triton.jit
@@ -32,8 +35,8 @@ def _leaf(x, w, rm, rn, M, N, first, last, x_stride, w_stride, BM: tl.constexpr,
 
 @triton.jit
 def product_kernel(x, w, bias, y, M, N, K, x_stride, w_stride, BIAS: tl.constexpr, LEAVES: tl.constexpr, BM: tl.constexpr,
-                   BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """``LEAVES`` equal parts of K, added by the balanced tree (neighbours first)."""
+                   BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+    """``LEAVES`` equal parts of K, added by the balanced tree (neighbours first). ``APART``: y [leaves, M, N] keeps each one."""
     columns = tl.cdiv(N, BN)
     group = tl.program_id(0) // (GROUP * columns)
     height = tl.minimum(tl.cdiv(M, BM) - group * GROUP, GROUP)
@@ -41,7 +44,10 @@ def product_kernel(x, w, bias, y, M, N, K, x_stride, w_stride, BIAS: tl.constexp
     rm = ((group * GROUP + inside % height) * BM + tl.arange(0, BM)).to(tl.int64)
     rn = ((inside // height) * BN + tl.arange(0, BN)).to(tl.int64)
     size = K // LEAVES
-    total = _leaf(x, w, rm, rn, M, N, 0, size, x_stride, w_stride, BM, BN, BK)
+    if APART:
+        size = K // tl.num_programs(1)
+    first = tl.program_id(1) * size
+    total = _leaf(x, w, rm, rn, M, N, first, first + size, x_stride, w_stride, BM, BN, BK)
     one = total
     two = total
     four = total
@@ -61,6 +67,7 @@ def product_kernel(x, w, bias, y, M, N, K, x_stride, w_stride, BIAS: tl.constexp
                     total = four + total
     if BIAS:
         total = total + tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+    y += tl.program_id(1).to(tl.int64) * M * N
     tl.store(y + rm[:, None] * N + rn[None, :], total.to(y.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
 
 
@@ -94,18 +101,31 @@ def tree_kernel(partials, bias, y, size, N, BIAS: tl.constexpr, LEAVES: tl.const
 
 def product(x, weight, dtype, bias=None, leaves=1, tiles=None):
     """``x`` [M, K] bf16 times ``weight`` [N, K] bf16 transposed, by ``leaves`` parts of K; bias added in fp32 -> [M, N] in ``dtype``."""
-    x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
-    (M, K), N = x.shape, weight.shape[0]
     if leaves > MAX_LEAVES:
         raise ContractError(f"matmul: {leaves} leaves on one rank; the Triton form adds up to {MAX_LEAVES}")
+    if leaves > 1 and tiles is None and x.shape[0] <= APART_ROWS:
+        return tree(partials(x, weight, leaves), dtype, bias)
+    M, N = x.shape[0], weight.shape[0]
     y = torch.empty(M, N, dtype=dtype, device=x.device)
-    if y.numel():
-        BM, BN, BK, warps, stages = tiles or (_TREE if leaves > 1 else SMALL if M <= 64 else LARGE)
-        product_kernel[triton.cdiv(M, BM) * triton.cdiv(N, BN),](
-            x, weight, y if bias is None else bias, y, M, N, K, x.stride(0), weight.stride(0), bias is not None, leaves, BM, BN, BK, GROUP=8,
-            num_warps=warps, num_stages=stages, **COMPILE,
-        )  # fmt: skip
+    _launch(x, weight, bias, y, tiles or (TREE[leaves] if leaves > 1 else SMALL if M <= 64 else LARGE), leaves, False)
     return y
+
+
+def partials(x, weight, leaves, tiles=None):
+    """The ``leaves`` parts, not yet added: [leaves, M, N] fp32."""
+    y = torch.empty(leaves, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, y, tiles or (SMALL if x.shape[0] <= 64 else LARGE), leaves, True)
+    return y
+
+
+def _launch(x, weight, bias, y, tiles, leaves, apart):
+    x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
+    (M, K), N, (BM, BN, BK, warps, stages) = x.shape, weight.shape[0], tiles
+    if y.numel():
+        product_kernel[triton.cdiv(M, BM) * triton.cdiv(N, BN), leaves if apart else 1](
+            x, weight, y if bias is None else bias, y, M, N, K, x.stride(0), weight.stride(0), bias is not None, 1 if apart else leaves, BM, BN,
+            BK, GROUP=8, APART=apart, num_warps=warps, num_stages=stages, **COMPILE,
+        )  # fmt: skip
 
 
 def tree(partials, dtype, bias=None):
