@@ -1,4 +1,5 @@
-"""Qwen3 MoE, written with ops only. A dense layer of the model (``mlp_only_layers``, ``decoder_sparse_step``) is :func:`isoexec.models.qwen3.decoder_layer`.
+"""Qwen3 MoE, written with ops only. A dense layer of it (``mlp_only_layers``, ``decoder_sparse_step``) is
+:func:`isoexec.models.qwen3.decoder_layer`.
 
 Shape suffixes as in :mod:`isoexec.models.qwen3`; E experts, F width of one expert.
 Source: HF transformers ``Qwen3MoeForCausalLM``.

@@ -10,16 +10,16 @@ CU_SEQLENS = torch.tensor([0, 37, 57], dtype=torch.int32)
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
 D = 128
 
-_SIZES = dict(
-    vocab_size=64, hidden_size=D, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=512, attn_implementation="sdpa", use_cache=False,
-)  # fmt: skip
-_ROPE_35 = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_interleaved=True, mrope_section=[3, 3, 2])
-_GDN = dict(
-    head_dim=64, linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
-    rope_parameters=_ROPE_35, layer_types=["linear_attention", "full_attention"],
-)  # fmt: skip
-_MOE = dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=64)
+_SIZES = {
+    "vocab_size": 64, "hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512, "attn_implementation": "sdpa", "use_cache": False,
+}  # fmt: skip
+_ROPE_35 = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True, "mrope_section": [3, 3, 2]}
+_GDN = {
+    "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "rope_parameters": _ROPE_35, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_MOE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 GROUPS = moe.combine_groups_for(16)
 
 
@@ -27,7 +27,9 @@ def qwen3_moe_model():
     """Layer 0 dense (``mlp_only_layers``), layer 1 sparse."""
     from transformers import Qwen3MoeConfig, Qwen3MoeModel
 
-    return _filled(Qwen3MoeModel(Qwen3MoeConfig(**_SIZES, **_MOE, head_dim=32, intermediate_size=256, norm_topk_prob=True, mlp_only_layers=[0])))
+    return _filled(
+        Qwen3MoeModel(Qwen3MoeConfig(**_SIZES, **_MOE, head_dim=32, intermediate_size=256, norm_topk_prob=True, mlp_only_layers=[0]))
+    )
 
 
 def qwen3_5_model():
@@ -116,7 +118,9 @@ def qwen3_5_layer(hf):
         mlp = qwen3_5.MLP(bf16(m.gate_proj.weight, m.up_proj.weight), bf16(m.down_proj.weight))
         return qwen3_5.Qwen35Layer(first, mixer, second, mlp, eps)
     s = m.shared_expert
-    shared = qwen3_5_moe.SharedExpert(bf16(s.gate_proj.weight, s.up_proj.weight), bf16(s.down_proj.weight), bf16(m.shared_expert_gate.weight))
+    shared = qwen3_5_moe.SharedExpert(
+        bf16(s.gate_proj.weight, s.up_proj.weight), bf16(s.down_proj.weight), bf16(m.shared_expert_gate.weight)
+    )
     return qwen3_5_moe.Qwen35MoELayer(first, mixer, second, sparse_mlp(m), shared, eps)
 
 

@@ -192,7 +192,7 @@ def test_gdn_prefill_and_decode_have_the_trainers_bits(models, name, prompt):
                 module.gdn_layer(
                     x[t : t + 1], None, layer,
                     lambda qkv, weight: gdn.conv1d_step(qkv, weight, window, slots),
-                    lambda *qkvgb: gdn.cpr_wy_decode(*qkvgb, pool, slots, position),
+                    lambda *qkvgb, at=position: gdn.cpr_wy_decode(*qkvgb, pool, slots, at),
                     NUMERICS,
                 )
             )  # fmt: skip

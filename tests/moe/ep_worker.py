@@ -48,7 +48,15 @@ def run(top_k, ep, rank=0, size=1, replicated=True, plant=False):
         first, groups = local_groups(E, GROUPS, ep)
         total = weighted_total(values, every_weights, every_experts, shared, first, groups, E // GROUPS, rows, ep)
         naive = weighted_total(values, every_weights, every_experts, None, first, groups, E // GROUPS, None, None)
-    return {"fp32": total, "out": out.detach(), "x": x.grad, "shared": shared.grad, "gate_up": gate_up.grad, "down": down.grad, "partial": naive}
+    return {
+        "fp32": total,
+        "out": out.detach(),
+        "x": x.grad,
+        "shared": shared.grad,
+        "gate_up": gate_up.grad,
+        "down": down.grad,
+        "partial": naive,
+    }
 
 
 def one_rank(rank, folder):

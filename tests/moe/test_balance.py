@@ -46,7 +46,7 @@ def test_invalid_rows_may_hold_anything():
     x = logits()
     valid = torch.arange(50) % 3 > 0
     counts = moe.tokens_per_expert(moe.route(x, top_k=2, renormalize=True)[1], num_experts=16, valid=valid)
-    args = dict(total_tokens=int(valid.sum()), top_k=2, coefficient=0.01)
+    args = {"total_tokens": int(valid.sum()), "top_k": 2, "coefficient": 0.01}
     clean = moe.load_balancing_loss(x[valid], counts, **args)
     x[~valid] = float("nan")
     poisoned = x.clone().requires_grad_()
@@ -60,7 +60,7 @@ def test_losses_of_two_ranks_add_up_to_the_batch():
     x = logits()
     _, experts = moe.route(x, top_k=2, renormalize=True)
     counts = moe.tokens_per_expert(experts, num_experts=16)
-    args = dict(total_tokens=50, top_k=2, coefficient=1.0)
+    args = {"total_tokens": 50, "top_k": 2, "coefficient": 1.0}
     parts = [moe.load_balancing_loss(part, counts, **args) for part in (x[:30], x[30:])]
     assert abs(sum(parts) - moe.load_balancing_loss(x, counts, **args)) < 1e-6
 
