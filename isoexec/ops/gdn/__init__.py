@@ -13,7 +13,7 @@ from isoexec.ops._core.registry import op
 from isoexec.ops.gdn.state import Plan, StatePool, join_planes, split_planes
 
 __all__ = ["Plan", "StatePool", "conv1d", "conv1d_step", "cpr_wy", "cpr_wy_decode", "cpr_wy_prefill", "gating", "join_planes",
-           "l2norm", "split_planes"]  # fmt: skip
+           "l2norm", "mixer_inputs", "mixer_step_inputs", "split_planes"]  # fmt: skip
 
 _CORE_HAZARDS = (
     "the cumulative decay is one sequential fp32 sum in every case",
@@ -59,6 +59,48 @@ def gating(
 @op("gdn.l2norm", cpu=".reference_conv:l2norm", cuda=".triton_edges:l2norm")
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x [..., K] bf16 -> bf16(x rsqrt(sum x^2 + eps)), the sum by the fixed row sum."""
+
+
+@op("gdn.mixer_inputs", cpu=".reference_conv:mixer_inputs", cuda=".triton_edges:mixer_inputs")
+def mixer_inputs(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    plan: Plan,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    window: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, ...]:
+    """`conv1d` of the channels (q heads, k heads, v heads), `l2norm` of q and k, `gating`: one kernel on a GPU, the same bits.
+
+    x [T, 2HK + HV V] bf16, a, b [T, HV] bf16; the rest as in those ops -> q, k [T, H, K], v [T, HV, V], g, beta [T, HV], window.
+    """
+
+
+@op("gdn.mixer_step_inputs", cpu=".reference_conv:mixer_step_inputs", cuda=".triton_edges:mixer_step_inputs")
+def mixer_step_inputs(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    window: torch.Tensor,
+    slots: torch.Tensor,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    null_slot: int = -1,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, ...]:
+    """`mixer_inputs` for one token per lane; ``window`` [slots, W-1, D] advanced in place -> q, k, v, g, beta."""
 
 
 @op("gdn.cpr_wy", cpu=".cpu:train", cuda=".triton_core:train", hazards=_CORE_HAZARDS)

@@ -15,10 +15,10 @@ from isoexec.ops.gdn.tiles import (high_plane, join_planes, low_plane, next_stat
 
 
 @triton.jit
-def prepass_kernel(q, k, g, beta, ring_k, ring_gates, slots, sequences, chunks, G_ws, b_ws, T_ws, M_ws, scale,
-                   k_slot, gates_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+def prepass_kernel(q, k, g, beta, ring_k, ring_gates, slots, sequences, chunks, G_ws, b_ws, E_ws, T_ws, M_ws,
+                   scale, k_slot, gates_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
                    LOGC: tl.constexpr, POOL: tl.constexpr):  # fmt: skip
-    """Per chunk and key head: G, beta, T and M of its value heads. Reads no state."""
+    """Per chunk and key head: G, beta, T, M of its value heads, and E = (e^G, e^G scale, e^{G_C - G}). Reads no state."""
     ic = tl.program_id(0)
     h = tl.program_id(1)
     n = tl.load(chunks + 2 * ic)
@@ -55,42 +55,47 @@ def prepass_kernel(q, k, g, beta, ring_k, ring_gates, slots, sequences, chunks, 
         w = (ic * HV + hv).to(tl.int64)
         tl.store(G_ws + w * C + i, G)
         tl.store(b_ws + w * C + i, b)
+        eG = tl.exp(G)
+        tl.store(E_ws + w * 3 * C + i, eG)
+        tl.store(E_ws + w * 3 * C + C + i, eG * scale)
+        tl.store(E_ws + w * 3 * C + 2 * C + i, tl.exp(carry - G))
         square = i[:, None] * C + i[None, :]
         tl.store(T_ws + w * C * C + square, solve_tile(kk, G, b, C, LOGC))
         tl.store(M_ws + w * C * C + square, score_tile(qk, G, scale, C))
 
 
 @triton.jit
-def _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, G_ws, b_ws, T_ws, M_ws, scale, slot, k_slot, rhs_slot, w, row0, lo, hi,
-                h, hv, ov, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+def _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, slot, k_slot, rhs_slot, w, row0, lo, hi, h, hv,
+                ov, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
                 POOL: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
-    """A chunk whose rows [0, lo) come from the ring and whose rows [hi, C) are not there yet -> u^T, rhs^T, k, G."""
+    """A chunk whose rows [0, lo) come from the ring and whose rows [hi, C) are not there yet -> u^T, rhs^T, k."""
     i = tl.arange(0, C)
     d = tl.arange(0, K)
     square = i[:, None] * C + i[None, :]
     kt = rows(k + (row0 * H + h) * K, i, d, H * K, lo, hi)
     qt = rows(q + (row0 * H + h) * K, i, d, H * K, lo, hi)
     vT = rowsT(v + (row0 * HV + hv) * V, i, ov, HV * V, lo, hi)
-    G = tl.load(G_ws + w * C + i)
     b = tl.load(b_ws + w * C + i)
+    eG = tl.load(E_ws + w * 3 * C + i)
+    eGs = tl.load(E_ws + w * 3 * C + C + i)
     if POOL:
         kt = tl.where((i < lo)[:, None], rows(ring_k + slot * k_slot + h * C * K, i, d, K, 0, lo), kt)
     S_high = high_plane(S)
-    rhsT = rhs_tile(S_high, kt, vT, G, b)
+    rhsT = rhs_tile(S_high, kt, vT, eG, b)
     if POOL:
         rhsT = tl.where((i < lo)[None, :], rowsT(ring_rhs + slot * rhs_slot + hv * C * V, i, ov, V, 0, lo), rhsT)
     uT = dot(rhsT, tl.trans(tl.load(T_ws + w * C * C + square)))
-    oT = out_tile(S_high, qt, uT, tl.load(M_ws + w * C * C + square), G, scale)
+    oT = out_tile(S_high, qt, uT, tl.load(M_ws + w * C * C + square), eGs)
     at = (row0 * HV + hv) * V + i[None, :] * (HV * V) + ov[:, None]
     mask = ((i >= lo) & (i < hi))[None, :]
     tl.store(o + at, oT.to(o.dtype.element_ty), mask=mask)
     if SAVE:
         tl.store(u_ws + at, uT.to(tl.bfloat16), mask=mask)
-    return uT, rhsT, kt, G
+    return uT, rhsT, kt
 
 
 @triton.jit
-def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, G_ws, b_ws, T_ws, M_ws, u_ws, h_ws, blocks, scale,
+def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws, E_ws, T_ws, M_ws, u_ws, h_ws, blocks,
                  S_slot, k_slot, rhs_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                  C: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr, SAVE: tl.constexpr,
                  STAGES: tl.constexpr):  # fmt: skip
@@ -122,10 +127,10 @@ def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, G_ws
         c0 = ((t0 > 0) & (full > 0)).to(tl.int32)
         if c0 > 0:
             w = (chunk0 * HV + hv).to(tl.int64)
-            uT, rhsT, kt, G = _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, G_ws, b_ws, T_ws, M_ws, scale, slot, k_slot,
+            uT, rhsT, kt = _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, slot, k_slot,
                                           rhs_slot, w, (first - t0).to(tl.int64), t0, C, h, hv, ov, H, HV, K, V, C, POOL,
                                           False)  # fmt: skip
-            S = next_state(S, uT, kt, G, tl.load(G_ws + w * C + C - 1))
+            S = next_state(S, uT, kt, tl.load(E_ws + w * 3 * C + 2 * C + i), tl.load(E_ws + w * 3 * C + C - 1))
     for c in tl.range(c0, full, num_stages=STAGES):
         w = ((chunk0 + c) * HV + hv).to(tl.int64)
         row0 = (first - t0 + c * C).to(tl.int64)
@@ -133,37 +138,39 @@ def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, G_ws
         kt = tl.load(k + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
         qt = tl.load(q + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
         vT = tl.load(v + at)
-        G = tl.load(G_ws + w * C + i)
         b = tl.load(b_ws + w * C + i)
+        eG = tl.load(E_ws + w * 3 * C + i)
+        eGs = tl.load(E_ws + w * 3 * C + C + i)
+        left = tl.load(E_ws + w * 3 * C + 2 * C + i)
         S_high = high_plane(S)
         if SAVE:
             block = (tl.load(blocks + n) + c * C // BLOCK).to(tl.int64)
             keep = ((c * C) % BLOCK == 0) & (tile >= 0)
             tl.store(h_ws + (block * HV + hv) * V * K + tile, S_high, mask=keep)
-        uT = dot(rhs_tile(S_high, kt, vT, G, b), tl.trans(tl.load(T_ws + w * C * C + square)))
-        oT = out_tile(S_high, qt, uT, tl.load(M_ws + w * C * C + square), G, scale)
+        uT = dot(rhs_tile(S_high, kt, vT, eG, b), tl.trans(tl.load(T_ws + w * C * C + square)))
+        oT = out_tile(S_high, qt, uT, tl.load(M_ws + w * C * C + square), eGs)
         tl.store(o + at, oT.to(o.dtype.element_ty))
         if SAVE:
             tl.store(u_ws + at, uT.to(tl.bfloat16))
-        S = next_state(S, uT, kt, G, tl.load(G_ws + w * C + C - 1))
+        S = next_state(S, uT, kt, left, tl.load(E_ws + w * 3 * C + C - 1))
     if POOL:
         if full > 0:
             at = slot * S_slot + hv * V * K
             tl.store(high + at + tile, high_plane(S))
             tl.store(low + at + tile, low_plane(S))
-    left = t0 + length - full * C
-    if (left > 0) & (length > 0):  # the open chunk: outputs only, S stays at its boundary
+    held = t0 + length - full * C
+    if (held > 0) & (length > 0):  # the open chunk: outputs only, S stays at its boundary
         w = ((chunk0 + full) * HV + hv).to(tl.int64)
         lo = tl.where(full > 0, 0, t0)
         if SAVE:
             block = (tl.load(blocks + n) + full * C // BLOCK).to(tl.int64)
             tl.store(h_ws + (block * HV + hv) * V * K + tile, high_plane(S), mask=((full * C) % BLOCK == 0) & (tile >= 0))
-        uT, rhsT, kt, G = _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, G_ws, b_ws, T_ws, M_ws, scale, slot, k_slot,
-                                      rhs_slot, w, (first - t0 + full * C).to(tl.int64), lo, left, h, hv, ov, H, HV, K, V, C,
+        uT, rhsT, kt = _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, slot, k_slot,
+                                      rhs_slot, w, (first - t0 + full * C).to(tl.int64), lo, held, h, hv, ov, H, HV, K, V, C,
                                       POOL, SAVE)  # fmt: skip
         if POOL:
             at = slot * rhs_slot + hv * C * V + i[None, :] * V + ov[:, None]
-            tl.store(ring_rhs + at, rhsT, mask=((i >= lo) & (i < left))[None, :])
+            tl.store(ring_rhs + at, rhsT, mask=((i >= lo) & (i < held))[None, :])
 
 
 @triton.jit
@@ -207,7 +214,7 @@ def _fill(high, low, base, live, ring_kh, kn, uT, G, last, ov, K: tl.constexpr, 
         mask = live & (at >= 0)
         kt = tl.where((i == C - 1)[:, None], tl.load(kn + d)[None, :], rows(ring_kh, i, d, K, 0, C - 1))
         S = join_planes(tl.load(high + at, mask=mask, other=0.0), tl.load(low + at, mask=mask, other=0))
-        S = next_state(S, uT, kt, G, last)
+        S = next_state(S, uT, kt, tl.exp(last - G), tl.exp(last))
         tl.store(high + at, high_plane(S))
         tl.store(low + at, low_plane(S))
 

@@ -12,8 +12,8 @@ from isoexec.contract import ContractError
 TABLE: dict[str, dict[str, dict[str, int]]] = {
     "prepass": {"16": {"num_warps": 1}, "32": {"num_warps": 2}, "64": {"num_warps": 4}},
     "chain": {
-        "16": {"BV": 32, "num_warps": 2, "stages": 3},
-        "32": {"BV": 32, "num_warps": 2, "stages": 2},
+        "16": {"BV": 64, "num_warps": 4, "stages": 2},
+        "32": {"BV": 64, "num_warps": 4, "stages": 2},
         "64": {"BV": 64, "num_warps": 4, "stages": 2},
     },
     "tail": {"16": {"num_warps": 2}, "32": {"num_warps": 2}, "64": {"num_warps": 4}},
@@ -22,6 +22,13 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "32": {"BV": 32, "num_warps": 2},
         "64": {"BV": 64, "num_warps": 4},
     },
+    "back_chain": {
+        "16": {"BV": 64, "num_warps": 4, "stages": 2},
+        "32": {"BV": 64, "num_warps": 4, "stages": 2},
+        "64": {"BV": 64, "num_warps": 4, "stages": 2},
+    },
+    "back_block": dict.fromkeys(("16", "32", "64"), {"BK": 64, "BV": 64, "num_warps": 8}),
+    "back_gate": dict.fromkeys(("16", "32", "64"), {"num_warps": 1}),
     "decode_pre": {"16": {"num_warps": 1}, "32": {"num_warps": 2}, "64": {"num_warps": 4}},
     "decode_main": {
         "16": {"BV": 64, "num_warps": 4, "two_launches": 1},
@@ -30,7 +37,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
     },
 }
 
-_SOURCES = ("tiles.py", "kernels.py", "../_core/triton_math.py")
+_SOURCES = ("tiles.py", "kernels.py", "kernels_backward.py", "../_core/triton_math.py")
 
 
 def settings(kernel: str, chunk: int, V: int | None = None) -> dict[str, int]:

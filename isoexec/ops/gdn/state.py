@@ -115,6 +115,14 @@ class Plan:
         self.chunk_table = torch.tensor([owner, local], dtype=torch.int32).T.contiguous().to(device)  # [chunks, 2]
 
     @functools.cached_property
+    def token_table(self) -> torch.Tensor:
+        """[T, 2] int32: sequence and position within this call of each row."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        owner = torch.arange(len(self.lengths)).repeat_interleave(lengths)
+        offsets = torch.tensor(self.offsets[:-1], dtype=torch.int64).repeat_interleave(lengths)
+        return torch.stack([owner, torch.arange(self.tokens) - offsets], 1).int().to(self.sequence_table.device)
+
+    @functools.cached_property
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tables of the backward, whose blocks are BLOCK tokens: first block of each sequence [N]; [blocks, 3] = first row,
         rows, whether it is its sequence's last."""

@@ -59,24 +59,23 @@ def score_tile(qk, G, scale, C: tl.constexpr):
 
 
 @triton.jit
-def rhs_tile(S_high, k, vT, G, beta):
-    """-> rhs^T [BV, C] bf16"""
+def rhs_tile(S_high, k, vT, eG, beta):
+    """-> rhs^T [BV, C] bf16; eG = e^G"""
     ks = dot(S_high, tl.trans(k))
-    return ((vT.to(tl.float32) - ks * tl.exp(G)[None, :]) * beta[None, :]).to(tl.bfloat16)
+    return ((vT.to(tl.float32) - ks * eG[None, :]) * beta[None, :]).to(tl.bfloat16)
 
 
 @triton.jit
-def out_tile(S_high, q, uT, M, G, scale):
-    """-> o^T [BV, C] fp32, of uT fp32"""
-    acc = dot(S_high, tl.trans(q)) * (tl.exp(G) * scale)[None, :]
+def out_tile(S_high, q, uT, M, eGs):
+    """-> o^T [BV, C] fp32, of uT fp32; eGs = e^G scale"""
+    acc = dot(S_high, tl.trans(q)) * eGs[None, :]
     return dot_add(uT.to(tl.bfloat16), tl.trans(M), acc)
 
 
 @triton.jit
-def next_state(S, uT, k, G, last):
-    """S' of a complete chunk; last = G of its final row."""
-    decayed = (uT * tl.exp(last - G)[None, :]).to(tl.bfloat16)
-    return dot_add(decayed, k, S * tl.exp(last))
+def next_state(S, uT, k, left, eC):
+    """S' of a complete chunk; left = e^{G_C - G}, eC = e^{G_C}"""
+    return dot_add((uT * left[None, :]).to(tl.bfloat16), k, S * eC)
 
 
 @triton.jit

@@ -35,11 +35,12 @@ def check(q, k, v, g, beta, chunk: int) -> None:
 
 
 class Workspace:
-    """G, beta [chunks, HV, C] fp32 and T, M [chunks, HV, C, C] bf16 of one call."""
+    """G, beta [chunks, HV, C], E [chunks, HV, 3, C] fp32 and T, M [chunks, HV, C, C] bf16 of one call (kernels.prepass_kernel)."""
 
     def __init__(self, plan: Plan, HV: int, device):
         shape = (plan.chunks, HV, plan.chunk)
         self.G, self.b = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        self.E = torch.empty(plan.chunks, HV, 3, plan.chunk, dtype=torch.float32, device=device)
         self.T, self.M = (torch.empty(*shape, plan.chunk, dtype=torch.bfloat16, device=device) for _ in range(2))
 
 
@@ -51,13 +52,13 @@ def prepass(q, k, g, beta, plan: Plan, scale: float, pool: StatePool | None = No
     if plan.chunks:
         kernels.prepass_kernel[plan.chunks, H](
             q, k, g, beta, ring_k, gates, plan.sequence_table if slots is None else slots, plan.sequence_table, plan.chunk_table,
-            ws.G, ws.b, ws.T, ws.M, scale, ring_k.stride(0), gates.stride(0), H, HV, K, C, C.bit_length() - 1,
+            ws.G, ws.b, ws.E, ws.T, ws.M, scale, ring_k.stride(0), gates.stride(0), H, HV, K, C, C.bit_length() - 1,
             POOL=pool is not None, **options,
         )  # fmt: skip
     return ws
 
 
-def chain(q, k, v, plan: Plan, ws: Workspace, scale, out_dtype, pool=None, slots=None, save=False, entry=None):
+def chain(q, k, v, plan: Plan, ws: Workspace, out_dtype, pool=None, slots=None, save=False, entry=None):
     """-> o, and for the backward u [T, HV, V] and the boundary state of every BLOCK tokens [blocks, HV, V, K], both bf16."""
     (H, K), (HV, V), C = q.shape[1:], v.shape[1:], plan.chunk
     o = torch.empty(v.shape, dtype=out_dtype, device=v.device)
@@ -71,7 +72,7 @@ def chain(q, k, v, plan: Plan, ws: Workspace, scale, out_dtype, pool=None, slots
     if plan.chunks:
         kernels.chain_kernel[V // constants["BV"], len(plan.lengths) * HV](
             q, k, v, o, high, low, ring_k, rhs, plan.sequence_table if slots is None else slots, plan.sequence_table,
-            ws.G, ws.b, ws.T, ws.M, u, h, first_block, scale, high.stride(0), ring_k.stride(0), rhs.stride(0),
+            ws.b, ws.E, ws.T, ws.M, u, h, first_block, high.stride(0), ring_k.stride(0), rhs.stride(0),
             H, HV, K, V, C, constants["BV"], BLOCK, POOL=pool is not None, SAVE=save, STAGES=constants["stages"], **options,
         )  # fmt: skip
     return o, u, h
@@ -80,6 +81,7 @@ def chain(q, k, v, plan: Plan, ws: Workspace, scale, out_dtype, pool=None, slots
 def train(q, k, v, g, beta, plan, scale=None, out_dtype=torch.bfloat16):
     from isoexec.ops.gdn.triton_gradient import Core
 
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     check(q, k, v, g, beta, plan.chunk)
     if any(plan.starts):
         raise ContractError("op gdn.cpr_wy: the trainer runs whole sequences; this plan resumes some: use cpr_wy_prefill")
@@ -88,12 +90,13 @@ def train(q, k, v, g, beta, plan, scale=None, out_dtype=torch.bfloat16):
 
 
 def prefill(q, k, v, g, beta, plan, pool, slots, scale=None, out_dtype=torch.bfloat16, entry=None):
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     check(q, k, v, g, beta, plan.chunk)
     _check_pool(pool, plan.chunk, q, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     (H, K), HV, C = q.shape[1:], v.shape[1], plan.chunk
     ws = prepass(q, k, g, beta, plan, scale, pool, slots)
-    o, _, _ = chain(q, k, v, plan, ws, scale, out_dtype, pool, slots, entry=entry)
+    o, _, _ = chain(q, k, v, plan, ws, out_dtype, pool, slots, entry=entry)
     if plan.chunks:
         _, options = _split(settings("tail", C))
         kernels.tail_kernel[len(plan.lengths), H](
@@ -106,6 +109,7 @@ def prefill(q, k, v, g, beta, plan, pool, slots, scale=None, out_dtype=torch.bfl
 def decode(
     q, k, v, g, beta, pool, slots, positions, scale=None, null_slot=-1, out_dtype=torch.bfloat16, out=None, entry=None
 ):
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     check(q, k, v, g, beta, pool.chunk)
     (B, H, K), (HV, V), C = q.shape, v.shape[1:], pool.chunk
     scale = K**-0.5 if scale is None else scale

@@ -1,12 +1,56 @@
-"""Backward of `cpr_wy` on the GPU."""
+"""Backward of `cpr_wy` on the GPU: launches around kernels_backward.py. Deterministic: no atomics, fixed order of every sum."""
+
+from __future__ import annotations
+
 import torch
+
+from isoexec.ops.gdn import kernels_backward as kernels
 from isoexec.ops.gdn import triton_core as core
+from isoexec.ops.gdn.launch import settings
+from isoexec.ops.gdn.state import BLOCK
 
 
 class Core(torch.autograd.Function):
+    """Trainer forward with its backward. When a gradient is wanted the forward keeps u [T, HV, V] and the state of every BLOCK
+    tokens, both bf16."""
+
     @staticmethod
     def forward(ctx, q, k, v, g, beta, plan, scale, out_dtype):
         ws = core.prepass(q, k, g, beta, plan, scale)
         save = any(ctx.needs_input_grad)
-        o, u, h = core.chain(q, k, v, plan, ws, scale, out_dtype, save=save)
+        o, u, h = core.chain(q, k, v, plan, ws, out_dtype, save=save)
+        if save:
+            ctx.save_for_backward(q, k, v, g, beta, u, h, ws.b, ws.E, ws.T, ws.M)
+            ctx.plan, ctx.scale = plan, scale
         return o
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *backward(ctx.saved_tensors, ctx.plan, ctx.scale, grad), None, None, None
+
+
+def backward(saved, plan, scale, grad):
+    """-> dq, dk, dv in their inputs' bf16, dg, dbeta fp32."""
+    q, k, v, g, beta, u, h, b_ws, E, T, M = saved
+    (tokens, H, K), (HV, V), C = q.shape, v.shape[1:], plan.chunk
+    do = grad.to(torch.bfloat16).contiguous()
+    first_block, table = plan.blocks
+    drhs, dh = torch.empty_like(v), torch.empty_like(h)
+    dq, dk, dv, dg, db = (torch.empty_like(x) for x in (q, k, v, g, beta))
+    constants, options = core._split(settings("back_chain", C, V))
+    BV = constants["BV"]
+    if not tokens:
+        return dq, dk, dv, dg, db
+    kernels.back_chain_kernel[V // BV, len(plan.lengths) * HV](
+        q, k, do, drhs, dh, plan.sequence_table, first_block, b_ws, E, T, M, H, HV, K, V, C, BV, BLOCK, constants["stages"], **options
+    )
+    constants, options = core._split(settings("back_block", C, V))
+    BK, BV = min(constants["BK"], K), constants["BV"]
+    parts = torch.empty(2, K // BK, tokens, HV, dtype=torch.float32, device=v.device)
+    blocks = table.shape[0]
+    kernels.back_block_kernel[K // BK, blocks, H](
+        q, k, v, g, beta, do, u, drhs, h, dh, dq, dk, dv, parts[0], parts[1], table, scale, tokens, H, HV, K, V, BLOCK, BK, BV, **options
+    )
+    _, options = core._split(settings("back_gate", C))
+    kernels.back_gate_kernel[blocks, HV](parts[0], parts[1], dg, db, table, tokens, HV, BLOCK, K // BK, **options)
+    return dq, dk, dv, dg, db

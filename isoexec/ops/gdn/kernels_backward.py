@@ -1,0 +1,175 @@
+"""Triton kernels of the backward of `cpr_wy`.
+
+Gradients need the same bits from run to run, not between runtimes, so the work is cut as is fastest: a chain over chunks carries
+dL/dS backwards and yields dL/drhs; everything else is parallel over blocks of BLOCK tokens, from the state that the forward kept at
+each block's start. u, the solution of the solve, does not depend on where chunks begin, so blocks need no solve of their own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from isoexec.ops._core.triton_math import dot, dot_add
+from isoexec.ops.gdn.tiles import rows, rowsT
+
+
+@triton.jit
+def _back_step(dS, kt, qt, doT, b, E_ws, T_ws, M_ws, w, C: tl.constexpr):
+    """One chunk backwards: dL/dS' -> (dL/dS, dL/drhs^T)."""
+    i = tl.arange(0, C)
+    square = i[:, None] * C + i[None, :]
+    eG = tl.load(E_ws + w * 3 * C + i)
+    eGs = tl.load(E_ws + w * 3 * C + C + i)
+    left = tl.load(E_ws + w * 3 * C + 2 * C + i)
+    eC = tl.load(E_ws + w * 3 * C + C - 1)
+    duT = dot(dS.to(tl.bfloat16), tl.trans(kt)) * left[None, :]
+    duT = dot_add(doT, tl.load(M_ws + w * C * C + square), duT)
+    drhsT = dot(duT.to(tl.bfloat16), tl.load(T_ws + w * C * C + square))
+    dS = dot_add((doT.to(tl.float32) * eGs[None, :]).to(tl.bfloat16), qt, dS * eC)
+    dS = dot_add((drhsT * (0.0 - b * eG)[None, :]).to(tl.bfloat16), kt, dS)
+    return dS, drhsT
+
+
+@triton.jit
+def back_chain_kernel(q, k, do, drhs, dh, sequences, blocks, b_ws, E_ws, T_ws, M_ws, H: tl.constexpr, HV: tl.constexpr,
+                      K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr,
+                      STAGES: tl.constexpr):  # fmt: skip
+    """Per sequence, value head and slice of V. dh [blocks, HV, V, K] bf16: dL/dS at each block's end."""
+    iv = tl.program_id(0)
+    n = tl.program_id(1) // HV
+    hv = tl.program_id(1) % HV
+    h = hv // (HV // H)
+    first = tl.load(sequences + 4 * n)
+    length = tl.load(sequences + 4 * n + 1)
+    chunk0 = tl.load(sequences + 4 * n + 3)
+    block0 = tl.load(blocks + n)
+    i = tl.arange(0, C)
+    d = tl.arange(0, K)
+    ov = iv * BV + tl.arange(0, BV)
+    tile = ov[:, None] * K + d[None, :]
+    dS = tl.zeros([BV, K], dtype=tl.float32)
+    full = length // C
+    held = length - full * C
+    if held > 0:
+        w = ((chunk0 + full) * HV + hv).to(tl.int64)
+        row0 = (first + full * C).to(tl.int64)
+        block = (block0 + full * C // BLOCK).to(tl.int64)
+        tl.store(dh + (block * HV + hv) * V * K + tile, dS.to(tl.bfloat16))
+        kt = rows(k + (row0 * H + h) * K, i, d, H * K, 0, held)
+        qt = rows(q + (row0 * H + h) * K, i, d, H * K, 0, held)
+        doT = rowsT(do + (row0 * HV + hv) * V, i, ov, HV * V, 0, held)
+        dS, drhsT = _back_step(dS, kt, qt, doT, tl.load(b_ws + w * C + i), E_ws, T_ws, M_ws, w, C)
+        at = (row0 * HV + hv) * V + i[None, :] * (HV * V) + ov[:, None]
+        tl.store(drhs + at, drhsT.to(tl.bfloat16), mask=(i < held)[None, :])
+    for step in tl.range(0, full, num_stages=STAGES):
+        c = full - 1 - step
+        w = ((chunk0 + c) * HV + hv).to(tl.int64)
+        row0 = (first + c * C).to(tl.int64)
+        end = (c + 1) * C
+        keep = ((end % BLOCK == 0) | ((step == 0) & (held == 0))) & (tile >= 0)
+        block = (block0 + (end - 1) // BLOCK).to(tl.int64)
+        tl.store(dh + (block * HV + hv) * V * K + tile, dS.to(tl.bfloat16), mask=keep)
+        at = (row0 * HV + hv) * V + i[None, :] * (HV * V) + ov[:, None]
+        kt = tl.load(k + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
+        qt = tl.load(q + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
+        doT = tl.load(do + at)
+        b = tl.load(b_ws + w * C + i)
+        dS, drhsT = _back_step(dS, kt, qt, doT, b, E_ws, T_ws, M_ws, w, C)
+        tl.store(drhs + at, drhsT.to(tl.bfloat16))
+
+
+@triton.jit
+def back_block_kernel(q, k, v, g, beta, do, u, drhs, h_ws, dh, dq, dk, dv, dG_part, db_part, block_table, scale, T,
+                      H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+                      BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+    """Per block, key head and slice of K: dq, dk (summed over the value heads), dv, and the slice's part of dG and dbeta."""
+    ik = tl.program_id(0)
+    block = tl.program_id(1).to(tl.int64)
+    h = tl.program_id(2)
+    row0 = tl.load(block_table + 3 * block).to(tl.int64)
+    held = tl.load(block_table + 3 * block + 1)
+    i = tl.arange(0, BLOCK)
+    d = ik * BK + tl.arange(0, BK)
+    real = i < held
+    keep = (i[:, None] >= i[None, :]) & real[:, None]
+    low = (i[:, None] > i[None, :]) & real[:, None]
+    kt = rows(k + (row0 * H + h) * K, i, d, H * K, 0, held)
+    qt = rows(q + (row0 * H + h) * K, i, d, H * K, 0, held)
+    dq_sum = tl.zeros([BLOCK, BK], dtype=tl.float32)
+    dk_sum = tl.zeros([BLOCK, BK], dtype=tl.float32)
+    for j in range(HV // H):
+        hv = h * (HV // H) + j
+        G = tl.cumsum(tl.load(g + (row0 + i) * HV + hv, mask=real, other=0.0), 0)
+        b = tl.load(beta + (row0 + i) * HV + hv, mask=real, other=0.0)
+        last = tl.sum(tl.where(i == BLOCK - 1, G, 0.0), 0)
+        dqS = tl.zeros([BLOCK, BK], dtype=tl.float32)
+        dkR = tl.zeros([BLOCK, BK], dtype=tl.float32)
+        dkC = tl.zeros([BLOCK, BK], dtype=tl.float32)
+        dM = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+        dA = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+        db = tl.zeros([BLOCK], dtype=tl.float32)
+        hdh = 0.0
+        for start in range(0, V, BV):
+            e = start + tl.arange(0, BV)
+            tile = (block * HV + hv) * V * K + e[:, None] * K + d[None, :]
+            h_t = tl.load(h_ws + tile)
+            dh_t = tl.load(dh + tile)
+            base = (row0 * HV + hv) * V
+            do_t = rows(do + base, i, e, HV * V, 0, held)
+            u_t = rows(u + base, i, e, HV * V, 0, held)
+            r_t = rows(drhs + base, i, e, HV * V, 0, held)
+            dqS = dot_add(do_t, h_t, dqS)
+            dkR = dot_add(r_t, h_t, dkR)
+            dkC = dot_add(u_t, dh_t, dkC)
+            dM = dot_add(do_t, tl.trans(u_t), dM)
+            dA = dot_add(r_t, tl.trans(u_t), dA)
+            hdh += tl.sum(tl.sum(h_t.to(tl.float32) * dh_t.to(tl.float32), 1), 0)
+            if ik == 0:
+                v_t = rows(v + base, i, e, HV * V, 0, held).to(tl.float32)
+                r32 = r_t.to(tl.float32)
+                db += tl.sum(r32 * v_t, 1)
+                at = base + i[:, None] * (HV * V) + e[None, :]
+                tl.store(dv + at, (r32 * b[:, None]).to(dv.dtype.element_ty), mask=real[:, None] & (e >= 0)[None, :])
+        decay = tl.exp(tl.where(keep, G[:, None] - G[None, :], 0.0))
+        eG = tl.exp(G)
+        score = tl.where(keep, dM * decay * scale, 0.0).to(tl.bfloat16)
+        solve = tl.where(low, 0.0 - dA * decay, 0.0)
+        dq_j = dot_add(score, kt, dqS * (eG * scale)[:, None])
+        row = dot(solve.to(tl.bfloat16), kt) - dkR * eG[:, None]  # dL/dk as a row of A and of rhs, before beta
+        kept = dkC * tl.exp(last - G)[:, None]
+        col = dot_add(tl.trans(score), qt, kept)
+        col = dot_add(tl.trans((solve * b[:, None]).to(tl.bfloat16)), kt, col)
+        k32 = kt.to(tl.float32)
+        db += tl.sum(k32 * row, 1)
+        row = row * b[:, None]
+        dG = tl.sum(qt.to(tl.float32) * dq_j + k32 * (row - col), 1)
+        at_end = tl.exp(last) * hdh + tl.sum(tl.sum(k32 * kept, 1), 0)
+        dG = tl.where(i == held - 1, dG + at_end, dG)
+        part = (ik * T + row0 + i) * HV + hv
+        tl.store(dG_part + part, dG, mask=real)
+        tl.store(db_part + part, db, mask=real)
+        dq_sum += dq_j
+        dk_sum += row + col
+    at = (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :]
+    mask = real[:, None] & (d >= 0)[None, :]
+    tl.store(dq + at, dq_sum.to(dq.dtype.element_ty), mask=mask)
+    tl.store(dk + at, dk_sum.to(dk.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def back_gate_kernel(dG_part, db_part, dg, db, block_table, T, HV: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """Sum the slices' parts in order; dg is the sum of dG over the later rows of the block (later blocks come in through dh)."""
+    block = tl.program_id(0)
+    hv = tl.program_id(1)
+    row0 = tl.load(block_table + 3 * block).to(tl.int64)
+    held = tl.load(block_table + 3 * block + 1)
+    i = tl.arange(0, BLOCK)
+    at = (row0 + i) * HV + hv
+    dG = tl.zeros([BLOCK], dtype=tl.float32)
+    b = tl.zeros([BLOCK], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        dG += tl.load(dG_part + part * T * HV + at, mask=i < held, other=0.0)
+        b += tl.load(db_part + part * T * HV + at, mask=i < held, other=0.0)
+    tl.store(dg + at, tl.cumsum(dG, 0, reverse=True), mask=i < held)
+    tl.store(db + at, b, mask=i < held)
