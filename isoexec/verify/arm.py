@@ -93,7 +93,7 @@ class ArmRun:
         return [
             compare(self.model.name, self.arm, f"{s.setting.name} / {scoring.name}", s.engine, s.trainer[scoring.name])
             for s in self.samples
-            for scoring in s.setting.scorings
+            for scoring in self._scorings(s.setting)
         ]
 
     def control(self) -> Comparison:
@@ -154,10 +154,14 @@ class ArmRun:
             evidence=answer["evidence"],
         )
         self.samples.append(sample)
-        for scoring in setting.scorings:
+        for scoring in self._scorings(setting):
             self._enqueue_score(sample, scoring)
         count = sum(len(t) for t in sample.tokens)
         self._progress(f"{self.arm}: {setting.name}: {count} tokens sampled in {time.monotonic() - began:.1f} s")
+
+    def _scorings(self, setting: Setting) -> tuple[Scoring, ...]:
+        whole = self.arm == "isoexec" or self.plan.every_native_scoring
+        return setting.scorings if whole else setting.scorings[:1]
 
     def _enqueue_score(self, sample: Sample, scoring: Scoring) -> None:
         def score():
@@ -173,11 +177,17 @@ class ArmRun:
             self._timeout,
             sequences=sequences,
             temperature=sample.setting.temperature,
-            packing=packings(lengths, tokens=scoring.pack_tokens, seed=scoring.pack_seed),
+            packing=self._packing(lengths, scoring),
             grad=scoring.grad,
             recompute=scoring.recompute,
         )
         return [Scored(a["logprobs"], a["rows"]) for a in answer]
+
+    def _packing(self, lengths: list[int], scoring: Scoring) -> list[list[int]]:
+        """Upstream's local attention takes no packed sequences: a native group is padded, so one sequence a group is its cheapest form."""
+        if self.arm == "native":
+            return [[index] for index in range(len(lengths))]
+        return packings(lengths, tokens=scoring.pack_tokens, seed=scoring.pack_seed)
 
     def _step(self) -> None:
         sample = next(s for s in self.samples if s.setting.name == self.plan.train_on)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 from isoexec.contract import CONTRACT_VARIABLE
@@ -70,8 +71,12 @@ def choose_contract(path: str | None) -> None:
 
 def start() -> dict:
     """Import the runtime and return the operations."""
-    from isoexec.runtimes.vllm.engine import RolloutEngine
+    from isoexec.runtimes.vllm.engine import RolloutEngine, prepare_environment
 
+    prepare_environment()
+    from vllm import LLM  # noqa: F401  (most of an engine's start-up; here it overlaps with the other processes')
+
+    gc.freeze()  # engines collect garbage on opening and closing; without this each time walks every imported module
     operations = EngineOperations(RolloutEngine)
     return {name: getattr(operations, name) for name in ("open", "generate", "sync", "close")}
 

@@ -102,13 +102,18 @@ class EngineRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything one arm runs for one model. ``after_sync`` of every engine run uses the same second weights."""
+    """Everything one arm runs for one model.
+
+    ``after_sync`` of every engine run uses the same second weights, from one optimizer step on the samples of ``train_on``. The native arm,
+    which proves nothing, makes only the first scoring of a setting unless ``every_native_scoring``.
+    """
 
     engines: tuple[EngineRun, ...]
     prompt_count: int = 48
     seed: int = 20
     train_on: str = "together"
     learning_rate: float = 1e-3
+    every_native_scoring: bool = False
     names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self):
@@ -189,7 +194,7 @@ def full_plan() -> Plan:
         (TIGHT, ("preemptions",)),
         (PREFIX, ()),
     )
-    return Plan(engines=tuple(_full_run(shape, evidence) for shape, evidence in shapes), prompt_count=64, train_on="whole")
+    return Plan(engines=tuple(_full_run(shape, evidence) for shape, evidence in shapes), prompt_count=64, train_on="whole", every_native_scoring=True)
 
 
 def _full_run(shape: EngineShape, evidence: tuple[str, ...]) -> EngineRun:

@@ -58,6 +58,16 @@ def test_equal_sides_pass_every_setting(model, tmp_path, plan):
     assert (verdict.status, verdict.lines()) == (EQUAL, [])
 
 
+def test_the_native_arm_scores_once_in_the_quick_plan(model, tmp_path):
+    trainer = FakeTrainer()
+    run, comparisons = run_arm(model, tmp_path, arm="native", trainer=trainer)
+    assert len(comparisons) == len(run.samples)
+    packings = [arguments["packing"] for name, arguments in trainer.calls if name == "score"]
+    assert all(len(group) == 1 for packing in packings for group in packing)
+    run, comparisons = run_arm(model, tmp_path / "full", arm="native", plan=full_plan())
+    assert len(comparisons) == 3 * len(run.samples)
+
+
 def test_each_side_sees_its_contract(model, tmp_path):
     for arm, expected in (("isoexec", str(model.contract)), ("native", None)):
         engine, trainer = FakeEngine(), FakeTrainer()

@@ -30,7 +30,7 @@ def runs(document, arm):
 
 def test_every_isoexec_token_and_row_is_equal(document):
     ours = runs(document, "isoexec")
-    assert len(ours) == 14
+    assert len(ours) == 13
     for run in ours:
         assert (run["bit_equal"], run["rows_equal"]) == (1.0, 1.0), run["setting"]
         assert (run["mean_abs"], run["max_abs"], run["std_abs"]) == (0.0, 0.0, 0.0), run["setting"]
@@ -39,7 +39,8 @@ def test_every_isoexec_token_and_row_is_equal(document):
 def test_the_native_arm_differs_in_every_setting(document):
     """Else the same comparison would say "equal" of anything."""
     native = runs(document, "native")
-    assert [run["setting"] for run in native] == [run["setting"] for run in runs(document, "isoexec")]
+    settings = [{run["setting"].split(" / ")[0] for run in side} for side in (native, runs(document, "isoexec"))]
+    assert settings[0] == settings[1] and len(native) == len(settings[0])
     assert all(run["bit_equal"] < 1 and run["max_abs"] > 1e-4 for run in native)
 
 
@@ -62,7 +63,7 @@ def test_isoexec_is_as_accurate_as_native(document):
     [model] = document["models"].values()
     errors = model["mean_abs_error_to_hf_fp32"]
     assert errors["isoexec"]["engine"] == errors["isoexec"]["trainer"] > 0
-    assert errors["isoexec"]["engine"] <= 1.1 * min(errors["native"].values(), key=lambda v: v if v < 1 else 1)
+    assert errors["isoexec"]["engine"] <= 1.1 * min(errors["native"][side] for side in ("engine", "trainer"))
 
 
 def test_what_the_user_sees(finished, document):
