@@ -15,6 +15,8 @@ from isoexec.verify.protocol import Worker, WorkerGroup
 from isoexec.verify.settings import SCORE, EngineShape, Plan, Scoring, Setting
 
 FIRST_WEIGHTS, SECOND_WEIGHTS = "first", "second"
+#: Vocabulary entries up to which whole rows are compared.
+LARGEST_ROW = 16384
 
 
 @dataclass
@@ -49,6 +51,11 @@ class ModelUnderTest:
     control_folder: Path
     vocab_size: int
     contract: Path
+
+    @property
+    def compares_rows(self) -> bool:
+        """Whether whole rows are digested; the engine hands a row over as Python numbers, too many for a large vocabulary."""
+        return self.vocab_size <= LARGEST_ROW
 
 
 class ArmRun:
@@ -142,6 +149,7 @@ class ArmRun:
             temperature=setting.temperature,
             max_tokens=setting.max_tokens,
             one_at_a_time=setting.one_at_a_time,
+            rows=self.model.compares_rows,
         )
         rollouts = [rollout for _, rollout in sorted(zip(order, answer["rollouts"], strict=True), key=lambda pair: pair[0])]
         sample = Sample(
@@ -180,6 +188,7 @@ class ArmRun:
             packing=self._packing(lengths, scoring),
             grad=scoring.grad,
             recompute=scoring.recompute,
+            rows=self.model.compares_rows,
         )
         return [Scored(a["logprobs"], a["rows"]) for a in answer]
 

@@ -31,8 +31,44 @@ _CHAT_TEMPLATE = (
 def _qwen3(sizes: dict):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM, Qwen3Config(**sizes)
+    return Qwen3ForCausalLM, Qwen3Config(**(_COMMON_SIZES | sizes))
 
+
+def _qwen3_moe(sizes: dict):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM, Qwen3MoeConfig(**(_COMMON_SIZES | _EXPERT_SIZES | dict(norm_topk_prob=True) | sizes))
+
+
+def _text(sizes: dict, family: str):
+    import transformers
+
+    config = getattr(transformers, f"{family}TextConfig")(**_text_sizes(sizes, family))
+    return getattr(transformers, f"{family}ForCausalLM"), config
+
+
+def _with_vision(sizes: dict, family: str):
+    import transformers
+
+    text = _text_sizes(sizes, family)
+    outside = {name: text["vocab_size"] + i for i, name in enumerate(_VISION_TOKENS)}  # no text contains them
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text,
+        vision_config=_VISION_SIZES | dict(out_hidden_size=text["hidden_size"]),
+        tie_word_embeddings=text["tie_word_embeddings"],
+        **outside,
+    )
+    return getattr(transformers, f"{family}ForConditionalGeneration"), config
+
+
+def _text_sizes(sizes: dict, family: str) -> dict:
+    if family == "Qwen3_5":
+        return _COMMON_SIZES | _HYBRID_SIZES | sizes
+    common = {name: size for name, size in _COMMON_SIZES.items() if name != "intermediate_size"}
+    return common | _HYBRID_SIZES | _EXPERT_SIZES | dict(shared_expert_intermediate_size=128) | sizes
+
+
+_VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 _COMMON_SIZES = dict(
     vocab_size=512,
@@ -49,8 +85,32 @@ _COMMON_SIZES = dict(
     pad_token_id=0,
 )
 
-#: HF architecture name -> function from sizes to (model class, config).
-ARCHITECTURES: dict[str, Callable] = {"Qwen3ForCausalLM": _qwen3}
+_EXPERT_SIZES = dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=64)  # fewer than 4 terms of a sum hide a wrong order
+_HYBRID_SIZES = dict(
+    head_dim=64,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    rope_parameters=dict(
+        rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_interleaved=True, mrope_section=[3, 3, 2]
+    ),
+)
+_VISION_SIZES = dict(depth=1, hidden_size=64, intermediate_size=64, num_heads=4, out_hidden_size=128, num_position_embeddings=64)
+
+#: HF architecture name -> function from size overrides to (model class, config). Every fourth layer of a hybrid attends. The ``ForConditionalGeneration`` ones carry a vision tower,
+#: as the published checkpoints do; their sizes are those of the text model.
+ARCHITECTURES: dict[str, Callable] = {
+    "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Qwen3_5ForCausalLM": lambda sizes: _text(sizes, "Qwen3_5"),
+    "Qwen3_5ForConditionalGeneration": lambda sizes: _with_vision(sizes, "Qwen3_5"),
+    "Qwen3_5MoeForCausalLM": lambda sizes: _text(sizes, "Qwen3_5Moe"),
+    "Qwen3_5MoeForConditionalGeneration": lambda sizes: _with_vision(sizes, "Qwen3_5Moe"),
+}
+
+#: Parameters of a Gated DeltaNet layer that stay fp32: exp(A_log) of a bf16 number is another decay.
+FP32_PARAMETERS = ("A_log", "dt_bias")
 
 
 def make_checkpoint(folder, architecture: str = "Qwen3ForCausalLM", *, seed: int = 0, **size_overrides) -> Path:
@@ -60,7 +120,7 @@ def make_checkpoint(folder, architecture: str = "Qwen3ForCausalLM", *, seed: int
         folder: created if it does not exist; files of an earlier checkpoint are overwritten.
         architecture: a key of :data:`ARCHITECTURES`.
         seed: same seed and sizes give the same weights.
-        size_overrides: entries of the HF config, e.g. ``num_hidden_layers=2``.
+        size_overrides: entries of the HF (text) config, e.g. ``num_hidden_layers=2``.
 
     Returns:
         ``folder`` as a path.
@@ -71,8 +131,9 @@ def make_checkpoint(folder, architecture: str = "Qwen3ForCausalLM", *, seed: int
     if architecture not in ARCHITECTURES:
         raise ContractError(f"architecture {architecture!r}: make_checkpoint knows {', '.join(ARCHITECTURES)}")
     folder = Path(folder)
-    model_class, config = ARCHITECTURES[architecture](_COMMON_SIZES | size_overrides)
-    tokenizer = _tokenizer(config.vocab_size, config.max_position_embeddings)
+    model_class, config = ARCHITECTURES[architecture](size_overrides)
+    text_config = config.get_text_config()
+    tokenizer = _tokenizer(text_config.vocab_size, text_config.max_position_embeddings)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # entries that keep the class's own initialisation
@@ -80,7 +141,7 @@ def make_checkpoint(folder, architecture: str = "Qwen3ForCausalLM", *, seed: int
     with torch.no_grad():
         _spread_weights(model, generator)
         _scale_output(model, generator)
-    model = model.to(torch.bfloat16)
+    _round_parameters(model)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -100,13 +161,23 @@ def _spread_weights(model, generator) -> None:
         elif parameter.dim() >= 2:
             parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):  # around the class's own start: 1, or 0 where zero-centred
+        if "RMSNorm" in type(module).__name__:  # around the class's own start: 1, or 0 where zero-centred
             module.weight.add_(torch.empty_like(module.weight).uniform_(-0.5, 0.5, generator=generator))
+        if hasattr(module, "A_log"):  # heads that forget within a few tokens and heads that remember hundreds
+            module.A_log.uniform_(-6, 0, generator=generator)
+            module.dt_bias.uniform_(-1, 1, generator=generator)
+
+
+def _round_parameters(model) -> None:
+    """bf16 where the published checkpoints are bf16."""
+    for name, parameter in model.named_parameters():
+        if not name.endswith(FP32_PARAMETERS):
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _scale_output(model, generator) -> None:
     """Scale the last factor before the logits so that the mean entropy is :data:`TARGET_ENTROPY`."""
-    vocabulary, length = model.config.vocab_size, 64
+    vocabulary, length = model.config.get_text_config().vocab_size, 64
     tokens = torch.randint(len(_SPECIAL_TOKENS), vocabulary, (8, length), generator=generator)
     logits = model(tokens).logits.float()
     low, high = 1e-3, 1e3
@@ -116,8 +187,10 @@ def _scale_output(model, generator) -> None:
             low = middle
         else:
             high = middle
-    if model.config.tie_word_embeddings:
-        model.base_model.norm.weight.mul_(high)  # the embedding also feeds the first layer
+    if model.config.get_text_config().tie_word_embeddings:
+        norm = getattr(model.base_model, "language_model", model.base_model).norm
+        start = 1 if "Qwen3_5" in type(norm).__name__ else 0  # zero-centred: the factor is 1 + w
+        norm.weight.copy_((start + norm.weight) * high - start)  # the embedding also feeds the first layer
     else:
         model.get_output_embeddings().weight.mul_(high)
     entropy = mean_entropy(model(tokens).logits.float().log_softmax(-1))

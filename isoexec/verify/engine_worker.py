@@ -23,13 +23,13 @@ class EngineOperations:
         self._budget = shape["max_num_batched_tokens"]
         self._engine = self._engine_class(model, **shape)
 
-    def generate(self, prompts, seeds, temperature: float, max_tokens: int, one_at_a_time: bool) -> dict:
-        """Sample every prompt. Logprobs are fp32 bit patterns; ``evidence`` counts what the batch exercised."""
+    def generate(self, prompts, seeds, temperature: float, max_tokens: int, one_at_a_time: bool, rows: bool) -> dict:
+        """Sample every prompt. Logprobs are fp32 bit patterns; ``rows`` adds digests of whole rows; ``evidence`` counts what happened."""
         before = self._engine.num_preemptions
         batches = [([p], [s]) for p, s in zip(prompts, seeds)] if one_at_a_time else [(prompts, seeds)]
         rollouts = []
         for batch_prompts, batch_seeds in batches:
-            rollouts += self._engine.generate(batch_prompts, batch_seeds, temperature, max_tokens, record_rows=True)
+            rollouts += self._engine.generate(batch_prompts, batch_seeds, temperature, max_tokens, record_rows=rows)
         for prompt, rollout in zip(prompts, rollouts, strict=True):
             if list(rollout.prompt) != prompt:
                 raise ValueError(f"the engine returned another prompt ({len(rollout.prompt)} tokens) than was sent ({len(prompt)})")

@@ -153,7 +153,7 @@ class _Run:
         for arm_samples in samples.values():
             add_changed_logprobs(arm_samples)
         errors = {arm: self._accuracy(model, run) for arm, run in runs.items()} if "native" in runs else {}
-        self._verdict.judge_model(model.name, comparisons, samples, errors, control)
+        self._verdict.judge_model(model, comparisons, samples, errors, control)
         self._comparisons += comparisons
         self._models[model.name] = {
             "contract_sha256": contract_for_model(folder, BACKEND).digest,

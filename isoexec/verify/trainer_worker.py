@@ -19,7 +19,7 @@ class TrainerOperations:
         choose_contract(contract)
         self._trainer = self._trainer_class(model, lr=learning_rate)
 
-    def score(self, sequences, temperature: float, packing, grad: bool, recompute: bool) -> list[dict]:
+    def score(self, sequences, temperature: float, packing, grad: bool, recompute: bool, rows: bool) -> list[dict]:
         """Logprobs (fp32 bit patterns) and row digests of the generated tokens of (prompt, tokens) ``sequences``, in their order."""
         scores = self._trainer.logprobs(
             [(prompt, tokens) for prompt, tokens in sequences],
@@ -27,7 +27,7 @@ class TrainerOperations:
             packing=packing,
             grad=grad,
             recompute=recompute,
-            with_rows=True,
+            with_rows=rows,
         )
         return [{"logprobs": to_bits(s.logprobs.tolist()), "rows": s.row_digests} for s in scores]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from isoexec.verify.arm import Sample
+from isoexec.verify.arm import LARGEST_ROW, ModelUnderTest, Sample
 from isoexec.verify.compare import ACCURACY_BOUND, Accuracy, Comparison, accurate_enough, disagreements
 from isoexec.verify.settings import EVIDENCE
 
@@ -33,7 +33,7 @@ class Verdict:
 
     def judge_model(
         self,
-        name: str,
+        model: ModelUnderTest,
         comparisons: list[Comparison],
         samples: dict[str, list[Sample]],
         errors: dict[str, Accuracy],
@@ -42,15 +42,18 @@ class Verdict:
         """Judge one model.
 
         Args:
-            name: of the model.
+            model: that was run.
             comparisons: of both arms.
             samples: by arm.
             errors: accuracy against the reference, by arm.
             control: of the isoexec engine with a trainer whose weights are off by one ulp; it must differ.
         """
+        name = model.name
         for c in comparisons:
             if c.arm == "isoexec":
-                self._judge_isoexec(c)
+                self._judge_isoexec(c, model.compares_rows)
+        if not model.compares_rows:
+            self.warnings.append(f"{name}: tokens only; rows of {model.vocab_size} entries were not compared (at most {LARGEST_ROW})")
         if control.bit_equal == 1 or control.rows_equal == 1:
             self.inconclusive.append(f"{name}: a planted ulp in one weight went unseen; the comparison is blind")
         native = [c for c in comparisons if c.arm == "native"]
@@ -67,7 +70,7 @@ class Verdict:
                 f"{ACCURACY_BOUND} times native's {theirs.engine:.3e} and {theirs.trainer:.3e}"
             )
 
-    def _judge_isoexec(self, c: Comparison) -> None:
+    def _judge_isoexec(self, c: Comparison, compares_rows: bool) -> None:
         if not c.finite:
             self.differences.append(f"{c.model}: {c.setting}: a logprob is not finite")
         elif c.bit_equal < 1:
@@ -75,7 +78,8 @@ class Verdict:
                 f"{c.model}: {c.setting}: {c.tokens - c.equal_tokens} of {c.tokens} tokens differ, at most by {c.statistics()['max_abs']:.3e} nats"
             )
         elif c.equal_rows is None:
-            self.inconclusive.append(f"{c.model}: {c.setting}: full-vocabulary rows were not compared")
+            if compares_rows:
+                self.inconclusive.append(f"{c.model}: {c.setting}: full-vocabulary rows were not compared")
         elif c.rows_equal < 1:
             self.differences.append(f"{c.model}: {c.setting}: {c.tokens - c.equal_rows} of {c.tokens} full-vocabulary rows differ")
 

@@ -29,7 +29,7 @@ class FakeWorker:
 class FakeEngine(FakeWorker):
     """``shift(prompt, temperature)`` added to a logprob; ``evidence`` reported."""
 
-    def generate(self, prompts, seeds, temperature, max_tokens, one_at_a_time):
+    def generate(self, prompts, seeds, temperature, max_tokens, one_at_a_time, rows):
         return {
             "rollouts": [self._rollout(p, s, temperature, max_tokens) for p, s in zip(prompts, seeds, strict=True)],
             "evidence": self.behaviour.get("evidence", {"preemptions": 3, "cached_tokens": 5, "chunked_prompts": 2}),
@@ -49,12 +49,12 @@ class FakeEngine(FakeWorker):
 class FakeTrainer(FakeWorker):
     """Scores by the engine's formula; ``stale`` keeps the first weights after a step."""
 
-    def score(self, sequences, temperature, packing, grad, recompute):
+    def score(self, sequences, temperature, packing, grad, recompute, rows):
         assert sorted(i for pack in packing for i in pack) == list(range(len(sequences)))
         scores = []
         for prompt, tokens in sequences:
             bits = to_bits([logprob(self.weights, temperature, (*prompt, *tokens[: i + 1])) for i in range(len(tokens))])
-            scores.append({"logprobs": bits, "rows": [f"{b:x}" for b in bits] if self.behaviour.get("rows", True) else None})
+            scores.append({"logprobs": bits, "rows": [f"{b:x}" for b in bits] if rows and self.behaviour.get("rows", True) else None})
         return scores
 
     def step(self, sequences, temperature, weights):

@@ -44,7 +44,7 @@ def run_arm(model, tmp_path, *, arm="isoexec", plan=None, engine=None, trainer=N
 
 def judge(run, comparisons, errors=None, control=None):
     verdict = Verdict()
-    verdict.judge_model("model", comparisons, {run.arm: run.samples}, errors or {}, control or run.control())
+    verdict.judge_model(run.model, comparisons, {run.arm: run.samples}, errors or {}, control or run.control())
     return verdict
 
 
@@ -130,6 +130,14 @@ def test_an_optimizer_step_that_changes_nothing_is_inconclusive(model, tmp_path)
 def test_rows_that_were_not_compared_are_inconclusive(model, tmp_path):
     run, comparisons = run_arm(model, tmp_path, trainer=FakeTrainer(rows=False))
     assert judge(run, comparisons).status == INCONCLUSIVE
+
+
+def test_rows_of_a_large_vocabulary_are_left_out_with_a_warning(model, tmp_path):
+    model = dataclasses.replace(model, vocab_size=150_000)
+    run, comparisons = run_arm(model, tmp_path)
+    assert all(c.rows_equal is None for c in comparisons)
+    verdict = judge(run, comparisons)
+    assert verdict.status == EQUAL and "tokens only" in verdict.warnings[0]
 
 
 def test_a_control_that_does_not_differ_is_inconclusive(model, tmp_path):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isoexec.contract import ContractError, contract_for_model
-from isoexec.verify.checkpoint import ENTROPY_RANGE, make_checkpoint, mean_entropy
+from isoexec.verify.checkpoint import ARCHITECTURES, ENTROPY_RANGE, FP32_PARAMETERS, make_checkpoint, mean_entropy
 from isoexec.verify.plant import PLANTED_WEIGHT, plant_ulp
 
 
@@ -22,6 +23,35 @@ def test_entropy_of_text_it_was_not_scaled_on(folder):
     assert ENTROPY_RANGE[0] <= mean_entropy(log_probabilities) <= ENTROPY_RANGE[1]
     for tenth in log_probabilities[:, :60], log_probabilities[:, -60:]:
         assert ENTROPY_RANGE[0] <= mean_entropy(tenth) <= ENTROPY_RANGE[1]
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "Qwen3ForCausalLM"])
+def test_every_architecture(architecture, tmp_path):
+    """Loads back in HF, with fp32 where a bf16 number would be another decay, and predicts neither evenly nor with certainty."""
+    from safetensors.torch import load_file
+
+    folder = make_checkpoint(tmp_path, architecture, seed=3)
+    dtypes = {name: tensor.dtype for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {n for n in dtypes if n.endswith(FP32_PARAMETERS)}
+    assert any(n.endswith("A_log") for n in dtypes) == ("3_5" in architecture)
+    assert any("visual" in n for n in dtypes) == architecture.endswith("ConditionalGeneration")
+
+    contract = contract_for_model(folder, "cpu")
+    assert (contract.architecture, contract.numerics.row_leaves, contract.numerics.combine_groups) == (architecture, 8, 8)
+    model, report = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values())
+    tokens = torch.randint(3, 512, (4, 200), generator=torch.Generator().manual_seed(9))
+    with torch.inference_mode():
+        log_probabilities = model(tokens).logits.log_softmax(-1)
+        tokens[:, 0] += 1
+        far = (model(tokens).logits.log_softmax(-1) - log_probabilities)[:, 150:].abs().max()
+    assert ENTROPY_RANGE[0] <= mean_entropy(log_probabilities) <= ENTROPY_RANGE[1]
+    assert far > 0.01  # the first token is remembered
+
+
+def test_expert_groups_of_a_contract(tmp_path):
+    folder = make_checkpoint(tmp_path, "Qwen3MoeForCausalLM", num_experts=12, num_hidden_layers=1)
+    assert contract_for_model(folder, "cpu").numerics.combine_groups == 4
 
 
 def test_entropy_of_a_uniform_distribution():
