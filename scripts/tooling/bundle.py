@@ -15,8 +15,12 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pip._vendor.packaging.tags import sys_tags
-from pip._vendor.packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
+try:
+    from packaging.tags import sys_tags
+    from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
+except ImportError:  # a bare Python has it inside pip
+    from pip._vendor.packaging.tags import sys_tags
+    from pip._vendor.packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 
 import index
 import pins as pins_module

@@ -92,7 +92,7 @@ def install_environment_variables(tree: Tree, backend: str, wheel: Path) -> dict
 def install_editable(uv: str, venv: Path, path: Path, env: dict[str, str]) -> None:
     """Install the project at `path` editable, without dependencies (the lock has them) and without the network."""
     run(uv, "pip", "install", "-q", "--python", venv / "bin" / "python", "--offline", "--no-deps", "--no-build-isolation", "--reinstall",
-        "--editable", path, env={**index.environment(), **env})
+        "--editable", path, env=env)
 
 
 _WHERE = """
