@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 from bitwise import same
 
 from isoexec.contract import ContractError, ExecutionContract
+from isoexec.runtimes.vllm import settings
+
+
+class Overlay:
+    """A configuration with another value at a dotted path; everything else is read through."""
+
+    def __init__(self, base, path):
+        self._base, (self._name, _, self._rest) = base, path.partition(".")
+
+    def __getattr__(self, name):
+        inner = self._base.get(name) if isinstance(self._base, dict) else getattr(self._base, name, None)
+        if name != self._name:
+            return inner
+        return Overlay(inner, self._rest) if self._rest else "something else"
 
 
 @pytest.mark.parametrize(
@@ -24,7 +37,6 @@ from isoexec.contract import ContractError, ExecutionContract
         ({"pipeline_parallel_size": 2}, "parallel_config.pipeline_parallel_size"),
         ({"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}}, "rope_parameters.rope_type"),
         ({"hf_overrides": {"attention_bias": True}}, "attention_bias"),
-        ({"model_impl": "transformers"}, "model_config.model_impl"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -72,22 +84,26 @@ REQUESTS = {
     "allowed_token_ids": {"allowed_token_ids": [1, 2]},
     "bad_words": {"bad_words": ["x"]},
     "seed": {"seed": None},
-    "temperature": {"temperature": 0.0, "logprobs": 0},
+    "temperature": {"temperature": 0.0, "logprobs": 4},  # what beam search sends, too
     "prompt_logprobs": {"temperature": 0.7, "prompt_logprobs": 0},
 }
 
 
 class TestOneEngine:
-    def test_second_model_runner(self, contract_file, engine):
-        """The setting follows an environment variable that vLLM reads once, so the check is given a configuration that has it on."""
-        from isoexec.runtimes.vllm import settings
-
+    @pytest.mark.parametrize("setting", settings.ENGINE, ids=lambda setting: setting.path)
+    def test_every_row_of_the_engine_table(self, engine, contract_file, setting):
         contract = ExecutionContract.from_json(open(contract_file, encoding="utf-8").read())
         config = engine._llm.llm_engine.vllm_config
         settings.check(contract, config)
-        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        with pytest.raises(ContractError, match="use_v2_model_runner: expected False, found True"):
-            settings.check(contract, SimpleNamespace(**fields, use_v2_model_runner=True))
+        with pytest.raises(ContractError, match=f"^{setting.path}: expected .*, found 'something else'"):
+            settings.check(contract, Overlay(config, setting.path))
+
+    @pytest.mark.parametrize("setting", settings.ARCHITECTURES["Qwen3ForCausalLM"], ids=lambda setting: setting.path)
+    def test_every_row_of_the_architecture_table(self, engine, contract_file, setting):
+        contract = ExecutionContract.from_json(open(contract_file, encoding="utf-8").read())
+        config = engine._llm.llm_engine.vllm_config
+        with pytest.raises(ContractError, match=f"^{setting.path}: expected .*, found 'something else'"):
+            settings.check(contract, Overlay(config, f"model_config.hf_text_config.{setting.path}"))
 
     @pytest.mark.parametrize("name", REQUESTS)
     def test_request(self, engine, prompts, name):
@@ -106,12 +122,6 @@ class TestOneEngine:
         params = SamplingParams(seed=1, structured_outputs=StructuredOutputsParams(regex="a+"), detokenize=False)
         with pytest.raises(ContractError, match="^structured_outputs: expected None"):
             engine.request(prompts[:1], [params])
-
-    def test_beam_search(self, engine, prompts):
-        from vllm.sampling_params import BeamSearchParams
-
-        with pytest.raises((ContractError, ValueError)):
-            engine._llm.beam_search([{"prompt_token_ids": prompts[2]}], BeamSearchParams(beam_width=2, max_tokens=3))
 
     def test_the_engine_lives_on(self, engine, prompts):
         """After every refusal above: the same bits as before, and greedy sampling without logprobs is served."""
