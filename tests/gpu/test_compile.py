@@ -33,6 +33,9 @@ _ALIGNED = {"x_outer", "gate_outer", "outer", "x_stride", "w_stride", "q_token",
 def ptx(kernel, warps=4, stages=3, **constants):
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
+        if isinstance(constants.get(name), str):
+            signature[name] = constants.pop(name)
+            continue
         if name in constants:
             signature[name] = "constexpr"
             continue
@@ -82,8 +85,10 @@ def test_wide_rows_load_sixteen_bytes():
 @pytest.mark.parametrize("leaves,tiles", [(1, matmul.SMALL), (1, matmul.LARGE), (4, matmul.TREE[4]), (8, matmul.TREE[8])])
 def test_products_run_on_the_wide_matrix_unit(leaves, tiles):
     BM, BN, BK, warps, stages = tiles
-    text = ptx(matmul.product_kernel, warps, stages, BIAS=False, LEAVES=leaves, BM=BM, BN=BN, BK=BK, GROUP=8, APART=False)
+    text = ptx(matmul.product_kernel, warps, stages, x=f"tensordesc<bf16[{BM}, {BK}]>", w=f"tensordesc<bf16[{BN}, {BK}]>", BIAS=False,
+               LEAVES=leaves, BM=BM, BN=BN, BK=BK, GROUP=8)  # fmt: skip
     assert "wgmma" in text and not re.search(r"\bmma\.sync", text)
+    assert "cp.async.bulk.tensor" in text
 
 
 @pytest.mark.parametrize("paged", [False, True])

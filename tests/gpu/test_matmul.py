@@ -91,7 +91,7 @@ def test_leaves_are_added_by_the_tree(operands, leaves):
 def test_tiles_move_no_bit(operands, hardware):
     x, w = operands
     want = portable.product(x, w, torch.float32)
-    for tiles in ((64, 64, 64, 4, 4), (64, 128, 64, 4, 3), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 64, 32, 4, 4)):
+    for tiles in ((64, 64, 64, 4, 4), (64, 128, 64, 4, 3), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 64, 32, 4, 4), (128, 64, 16, 8, 3)):
         assert_bit_equal(portable.product(x, w, torch.float32, tiles=tiles), want, str(tiles))
 
 

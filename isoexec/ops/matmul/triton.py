@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isoexec.contract import ContractError
 from isoexec.ops._core.triton_math import COMPILE, dot_add
@@ -15,56 +16,58 @@ from isoexec.ops._core.triton_math import COMPILE, dot_add
 #: (rows, columns, K step, warps, pipeline stages). Committed, never tuned at run time; moves no bit but by the K step.
 SMALL, LARGE = (64, 64, 64, 4, 4), (128, 128, 64, 8, 3)
 #: The tree in registers keeps log2(leaves) accumulators beside the running one.
-TREE = {2: (128, 128, 64, 8, 3), 4: (128, 128, 64, 8, 3), 8: (128, 64, 64, 8, 4)}
+TREE = {2: (128, 128, 64, 8, 3), 4: (128, 64, 64, 8, 4), 8: (128, 64, 64, 8, 4)}
 MAX_LEAVES = 8
 #: Up to so many rows there are too few tiles to fill a GPU: each leaf is a program of its own, and a second launch takes the tree.
 APART_ROWS = 256
 
 
 @triton.jit
-def _leaf(x, w, rm, rn, M, N, first, last, x_stride, w_stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """fp32 sum over K in [first, last), ascending from +0.0."""
+def _leaf(x, w, row, column, first, size, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """fp32 sum over K in [first, first + size), ascending from +0.0. Rows and columns that do not exist are read as zeros."""
     acc = tl.zeros([BM, BN], dtype=tl.float32)
-    for k0 in range(first, last, BK):
-        k = k0 + tl.arange(0, BK)
-        a = tl.load(x + rm[:, None] * x_stride + k[None, :], mask=(rm < M)[:, None] & (k < last)[None, :], other=0.0)
-        b = tl.load(w + rn[:, None] * w_stride + k[None, :], mask=(rn < N)[:, None] & (k < last)[None, :], other=0.0)
-        acc = dot_add(a, tl.trans(b), acc)
+    for k in range(0, size, BK):
+        acc = dot_add(x.load([row, first + k]), tl.trans(w.load([column, first + k])), acc)
     return acc
 
 
 @triton.jit
-def product_kernel(x, w, bias, y, M, N, K, x_stride, w_stride, BIAS: tl.constexpr, LEAVES: tl.constexpr, BM: tl.constexpr,
-                   BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, APART: tl.constexpr):  # fmt: skip
-    """``LEAVES`` equal parts of K, added by the balanced tree (neighbours first). ``APART``: y [leaves, M, N] keeps each one."""
+def product_kernel(x, w, bias, y, M, N, size, BIAS: tl.constexpr, LEAVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                   BK: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """Tensor descriptors x [M, K], w [N, K]. ``LEAVES`` parts of K, each ``size`` long, added by the balanced tree (neighbours first).
+
+    A second grid axis keeps its programs' sums apart: y [axis, M, N].
+    """
     columns = tl.cdiv(N, BN)
     group = tl.program_id(0) // (GROUP * columns)
     height = tl.minimum(tl.cdiv(M, BM) - group * GROUP, GROUP)
     inside = tl.program_id(0) - group * (GROUP * columns)
-    rm = ((group * GROUP + inside % height) * BM + tl.arange(0, BM)).to(tl.int64)
-    rn = ((inside // height) * BN + tl.arange(0, BN)).to(tl.int64)
-    size = K // LEAVES
-    if APART:
-        size = K // tl.num_programs(1)
-    first = tl.program_id(1) * size
-    total = _leaf(x, w, rm, rn, M, N, first, first + size, x_stride, w_stride, BM, BN, BK)
+    row = (group * GROUP + inside % height) * BM
+    column = (inside // height) * BN
+    first = tl.program_id(1) * LEAVES * size
+    total = tl.zeros([BM, BN], dtype=tl.float32)
     one = total
     two = total
     four = total
-    for g in tl.static_range(1, LEAVES):
-        total = _leaf(x, w, rm, rn, M, N, g * size, (g + 1) * size, x_stride, w_stride, BM, BN, BK)
-        if g % 2 == 0:
-            one = total
-        else:
-            total = one + total
-            if g % 4 == 1:
-                two = total
+    for g in range(LEAVES):  # not unrolled: one copy of the inner loop, fewer registers
+        total = _leaf(x, w, row, column, first + g * size, size, BM, BN, BK)
+        if LEAVES > 1:
+            if g % 2 == 0:
+                one = total
             else:
-                total = two + total
-                if g % 8 == 3:
-                    four = total
-                else:
-                    total = four + total
+                total = one + total
+                if LEAVES > 2:
+                    if g % 4 == 1:
+                        two = total
+                    else:
+                        total = two + total
+                        if LEAVES > 4:
+                            if g % 8 == 3:
+                                four = total
+                            else:
+                                total = four + total
+    rm = (row + tl.arange(0, BM)).to(tl.int64)
+    rn = (column + tl.arange(0, BN)).to(tl.int64)
     if BIAS:
         total = total + tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
     y += tl.program_id(1).to(tl.int64) * M * N
@@ -119,13 +122,24 @@ def partials(x, weight, leaves, tiles=None):
 
 
 def _launch(x, weight, bias, y, tiles, leaves, apart):
-    x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
     (M, K), N, (BM, BN, BK, warps, stages) = x.shape, weight.shape[0], tiles
+    size = K // leaves
+    while leaves > 1 and size % BK:  # a step must not reach into the next leaf
+        BK //= 2
+    if BK < 16 or K % 8:
+        raise ContractError(f"matmul: K = {K} in {leaves} leaves; expected K a multiple of 8, leaves multiples of 16")
     if y.numel():
         product_kernel[triton.cdiv(M, BM) * triton.cdiv(N, BN), leaves if apart else 1](
-            x, weight, y if bias is None else bias, y, M, N, K, x.stride(0), weight.stride(0), bias is not None, 1 if apart else leaves, BM, BN,
-            BK, GROUP=8, APART=apart, num_warps=warps, num_stages=stages, **COMPILE,
+            _descriptor(x, BM, BK), _descriptor(weight, BN, BK), y if bias is None else bias, y, M, N, size, bias is not None,
+            1 if apart else leaves, BM, BN, BK, GROUP=8, num_warps=warps, num_stages=stages, **COMPILE,
         )  # fmt: skip
+
+
+def _descriptor(x, rows: int, columns: int) -> TensorDescriptor:
+    """Blocks of ``x`` for the copy engine, which wants 16-byte rows and addresses: another view is copied first."""
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
 def tree(partials, dtype, bias=None):
