@@ -34,17 +34,31 @@ def read_config(folder) -> dict:
 
 
 def contract_for_model(folder, backend: str) -> ExecutionContract:
-    """A contract with the default constants, fitted to the model's sizes: as many row leaves, up to 8, as its widths allow.
+    """A contract with the default constants, fitted to the model's sizes: as many row leaves and expert groups, up to 8, as they allow.
 
     Raises:
         ContractError: see :func:`read_config`; or a width that no number of leaves divides.
     """
     config = read_config(folder)
-    return ExecutionContract(config["architectures"][0], backend, Numerics(row_leaves=_row_leaves(config)))
+    text = config.get("text_config", config)
+    experts = text.get("num_experts") or text.get("num_local_experts")  # the name depends on the release that wrote the file
+    groups = combine_groups_for(experts) if experts else Numerics().combine_groups
+    return ExecutionContract(config["architectures"][0], backend, Numerics(row_leaves=_row_leaves(text), combine_groups=groups))
+
+
+def combine_groups_for(num_experts: int, largest: int = 8) -> int:
+    """Contract constant ``combine_groups`` for a model: the largest power of two that divides ``num_experts``, at most ``largest``.
+
+    The ops never shrink the constant themselves, because it bounds the claimed expert-parallel degree.
+    """
+    groups = 1
+    while groups * 2 <= largest and num_experts % (groups * 2) == 0:
+        groups *= 2
+    return groups
 
 
 def _row_leaves(config: dict) -> int:
-    widths = _row_parallel_widths(config.get("text_config", config))
+    widths = _row_parallel_widths(config)
     leaves = Numerics().row_leaves
     while leaves > 1 and any(width % (_STEP * leaves) for width in widths.values()):
         leaves //= 2
@@ -63,4 +77,6 @@ def _row_parallel_widths(config: dict) -> dict[str, int]:
     for name in ("intermediate_size", "shared_expert_intermediate_size"):
         if config.get(name):
             widths[name] = config[name]
+    if config.get("linear_num_value_heads"):
+        widths["linear_num_value_heads * linear_value_head_dim"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
     return widths

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from isoexec.contract.build import combine_groups_for as combine_groups_for
 from isoexec.ops._core.registry import op
 
 SCORING = ("softmax", "sigmoid")
@@ -28,17 +29,6 @@ class ExpertParallel:
 
     group: dist.ProcessGroup
     replicated: bool = False
-
-
-def combine_groups_for(num_experts: int, largest: int = 8) -> int:
-    """Contract constant ``combine_groups`` for a model: the largest power of two that divides ``num_experts``, at most ``largest``.
-
-    A contract is built with it; the ops never shrink the constant themselves, because it bounds the claimed expert-parallel degree.
-    """
-    groups = 1
-    while groups * 2 <= largest and num_experts % (groups * 2) == 0:
-        groups *= 2
-    return groups
 
 
 @op("moe.router_logits", cpu=".reference:router_logits", hazards=("logits rounded to bf16 make ties that fp32 logits do not have",))
