@@ -3,7 +3,11 @@
 from isoexec.ops._core.registry import op
 
 
-@op("sampling.draw", cpu=".reference:draw", hazards=("exp of a vector tail differs from that of a full vector: a row's place in the batch would decide ties",))
+@op(
+    "sampling.draw",
+    cpu=".reference:draw",
+    hazards=("exp of a vector tail differs from that of a full vector: a row's place in the batch would decide near-ties",),
+)
 def draw(logprobs, generators):
     """One token per row from exp(logprobs), by the exponential race argmax(p / e), e ~ Exp(1); ties go to the lowest id.
 

@@ -103,7 +103,9 @@ def check(contract: ExecutionContract, config) -> None:
         )
     found = list(config.model_config.architectures)
     if found != [contract.architecture]:
-        raise ContractError(f"architecture: the contract names {contract.architecture}, the checkpoint {found}; load the model that the contract is for")
+        raise ContractError(
+            f"architecture: the contract names {contract.architecture}, the checkpoint {found}; load the model that the contract is for"
+        )
     for setting in ENGINE:
         _check(setting, config)
     for setting in ARCHITECTURES[contract.architecture]:
@@ -124,8 +126,8 @@ def activate(contract: ExecutionContract, config) -> None:
 def check_request(params) -> None:
     """Refuse a request whose logprobs the trainer could not reproduce; the engine lives on.
 
-    Temperature 0 (greedy) is allowed without logprobs: a greedy token is not drawn from a distribution. vLLM raises a temperature in (0, 0.01) to
-    0.01 before this is called.
+    Temperature 0 (greedy) is allowed without logprobs: a greedy token is not drawn from a distribution. vLLM raises a temperature
+    in (0, 0.01) to 0.01 before this is called.
 
     Args:
         params: vLLM ``SamplingParams``.
