@@ -1,7 +1,7 @@
 """Temperature, log-softmax and the draw, from vLLM's sampling metadata.
 
 The logprobs returned are those of the distribution that is sampled: softmax(logits / T) over the whole vocabulary. A greedy row (T = 0)
-takes the first maximum of its logits; settings.check_request refuses logprobs for it, since a greedy token is not drawn from a distribution.
+takes the first maximum of its logits; settings.check_request refuses logprobs for it: a greedy token is not drawn from a distribution.
 """
 
 from __future__ import annotations
