@@ -178,22 +178,21 @@ class ArmRun:
         self._submit(score)
 
     def _score(self, sample: Sample, scoring: Scoring) -> list[Scored]:
-        sequences = sample.sequences()
-        lengths = [len(p) + len(t) for p, t in sequences]
         answer = self._trainer.call(
             "score",
             self._timeout,
-            sequences=sequences,
+            sequences=sample.sequences(),
             temperature=sample.setting.temperature,
-            packing=self._packing(lengths, scoring),
+            packing=self._packing(sample, scoring),
             grad=scoring.grad,
             recompute=scoring.recompute,
             rows=self.model.compares_rows,
         )
         return [Scored(a["logprobs"], a["rows"]) for a in answer]
 
-    def _packing(self, lengths: list[int], scoring: Scoring) -> list[list[int]]:
+    def _packing(self, sample: Sample, scoring: Scoring) -> list[list[int]]:
         """Upstream's local attention takes no packed sequences: a native group is padded, so one sequence a group is its cheapest form."""
+        lengths = [len(p) + len(t) for p, t in sample.sequences()]
         if self.arm == "native":
             return [[index] for index in range(len(lengths))]
         return packings(lengths, tokens=scoring.pack_tokens, seed=scoring.pack_seed)
@@ -205,6 +204,7 @@ class ArmRun:
             "step",
             sequences=sample.sequences(),
             temperature=sample.setting.temperature,
+            packing=self._packing(sample, SCORE),
             weights=str(self.second_folder),
         ).result()
         self._progress(f"{self.arm}: optimizer step, loss {result['loss']:.4g}, gradient norm {result['grad_norm']:.4g}")

@@ -31,9 +31,9 @@ class TrainerOperations:
         )
         return [{"logprobs": to_bits(s.logprobs.tolist()), "rows": s.row_digests} for s in scores]
 
-    def step(self, sequences, temperature: float, weights: str) -> dict:
+    def step(self, sequences, temperature: float, packing, weights: str) -> dict:
         """One optimizer step on ``sequences``, then export to the folder ``weights``. Returns loss and gradient norm."""
-        result = self._trainer.train_step([(p, t) for p, t in sequences], None, temperature)
+        result = self._trainer.train_step([(p, t) for p, t in sequences], None, temperature, packing=packing)
         self._trainer.export_hf(weights)
         return {key: float(result[key]) for key in ("loss", "grad_norm")}
 

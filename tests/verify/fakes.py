@@ -57,6 +57,6 @@ class FakeTrainer(FakeWorker):
             scores.append({"logprobs": bits, "rows": [f"{b:x}" for b in bits] if rows and self.behaviour.get("rows", True) else None})
         return scores
 
-    def step(self, sequences, temperature, weights):
+    def step(self, sequences, temperature, packing, weights):
         self.weights = "first" if self.behaviour.get("stale") else "second"
         return {"loss": 1.0, "grad_norm": 1.0}
