@@ -87,6 +87,7 @@ _COMMON_SIZES = dict(
 
 _EXPERT_SIZES = dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=64)  # fewer than 4 terms of a sum hide a wrong order
 _HYBRID_SIZES = dict(
+    mamba_ssm_dtype="float32",
     head_dim=64,
     linear_key_head_dim=32,
     linear_value_head_dim=32,

@@ -12,9 +12,11 @@ _COLUMNS = ("model", "setting", "arm", "tokens", "mean |d|", "max |d|", "std |d|
 _COLOURS = {"native": "#c44e52", "isoexec": "#4c72b0"}
 
 
-def table(comparisons: list[Comparison]) -> str:
-    """The comparisons as aligned text; d is engine minus trainer in nats."""
-    rows = [_COLUMNS] + [_cells(c) for c in comparisons]
+def table(runs: list[dict]) -> str:
+    """The ``runs`` of verify.json as aligned text, the arms of a setting together; d is engine minus trainer in nats."""
+    settings = _settings([(r["model"], r["setting"], r["arm"]) for r in runs])
+    runs = sorted(runs, key=lambda r: settings.index((r["model"], r["setting"])))
+    rows = [_COLUMNS] + [_cells(r) for r in runs]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     lines = ["  ".join(cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))) for row in rows]
     lines.insert(1, "  ".join("-" * w for w in widths))
@@ -34,16 +36,23 @@ def write_picture(path: Path, comparisons: list[Comparison]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 0.32 * _setting_count(comparisons) + 2.6), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 0.3 * len({(c.model, c.setting) for c in comparisons}) + 2.2), layout="constrained")
     _draw_distribution(left, comparisons)
     _draw_settings(right, comparisons)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def _cells(c: Comparison) -> tuple[str, ...]:
-    statistics = [_number(value) for value in c.statistics().values()]
-    return (c.model, c.setting, c.arm, str(c.tokens), *statistics, _share(c.bit_equal), _share(c.rows_equal))
+def _cells(run: dict) -> tuple[str, ...]:
+    statistics = [_number(run[name]) for name in ("mean_abs", "max_abs", "std_abs")]
+    names = (run["model"], run["setting"], run["arm"], str(run["tokens"]))
+    return (*names, *statistics, _share(run["bit_equal"]), _share(run["rows_equal"]))
+
+
+def _settings(entries: list[tuple[str, str, str]]) -> list[tuple[str, str]]:
+    """(model, setting) of (model, setting, arm) ``entries`` in the order of the isoexec arm, which has every setting."""
+    ordered = sorted(entries, key=lambda entry: entry[2] != "isoexec")
+    return list(dict.fromkeys((model, setting) for model, setting, _ in ordered))
 
 
 def _number(value: float | None) -> str:
@@ -59,10 +68,6 @@ def _share(value: float | None) -> str:
     return "100 %" if value == 1 else f"{min(value * 100, 99.99):.2f} %"
 
 
-def _setting_count(comparisons: list[Comparison]) -> int:
-    return len({(c.model, c.setting) for c in comparisons})
-
-
 def _sizes(comparisons: list[Comparison], arm: str) -> list[float]:
     return [abs(d) for c in comparisons if c.arm == arm for d in c.differences if math.isfinite(d)]
 
@@ -74,7 +79,7 @@ def _arms(comparisons: list[Comparison]) -> list[str]:
 def _draw_distribution(axes, comparisons: list[Comparison]) -> None:
     decades, per_decade = range(-8, 2), 4
     edges = [10 ** (d + i / per_decade) for d in decades for i in range(per_decade)]
-    zero = 10**-9  # where the bar of exact zeros is drawn
+    zero = 10**-9.7  # where the bar of exact zeros is drawn
     for offset, arm in enumerate(_arms(comparisons)):
         sizes = _sizes(comparisons, arm)
         total = max(len(sizes), 1)
@@ -87,8 +92,8 @@ def _draw_distribution(axes, comparisons: list[Comparison]) -> None:
         axes.annotate(f"{share:.1%}" if share < 1 else "100%", (left * 1.5, share), ha="center", va="bottom", fontsize=8)
     axes.set_xscale("log")
     axes.set_ylim(0, 1.12)
-    ticks = [zero, *(10.0**d for d in (-8, -6, -4, -2, 0))]
-    axes.set_xticks(ticks, ["exactly\n0", *(f"$10^{{{d}}}$" for d in (-8, -6, -4, -2, 0))])
+    ticks = [zero, *(10.0**d for d in range(-8, 1, 2))]
+    axes.set_xticks(ticks, ["exactly\n0", *(f"$10^{{{d}}}$" for d in range(-8, 1, 2))])
     axes.set_xlabel("|engine logprob − trainer logprob|, nats")
     axes.set_ylabel("share of tokens")
     axes.set_title("Difference of the two sides, all settings")
@@ -96,7 +101,7 @@ def _draw_distribution(axes, comparisons: list[Comparison]) -> None:
 
 
 def _draw_settings(axes, comparisons: list[Comparison]) -> None:
-    settings = list(dict.fromkeys((c.model, c.setting) for c in comparisons))
+    settings = _settings([(c.model, c.setting, c.arm) for c in comparisons])
     many_models = len({model for model, _ in settings}) > 1
     for arm in _arms(comparisons):
         for c in comparisons:

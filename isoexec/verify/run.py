@@ -222,7 +222,7 @@ class _Run:
         }
         write_json(options.out / "verify.json", self._comparisons, details)
         write_picture(options.out / "verify.png", self._comparisons)
-        print(table(self._comparisons))
+        print(table([c.as_run() for c in self._comparisons]))
         for model, entry in self._models.items():
             for arm, error in entry["mean_abs_error_to_hf_fp32"].items():
                 print(

@@ -18,9 +18,9 @@ def comparisons():
 
 
 def test_table():
-    lines = table(comparisons()).splitlines()
+    lines = table([c.as_run() for c in comparisons()]).splitlines()
     assert lines[0].split()[:4] == ["model", "setting", "arm", "tokens"]
-    native, isoexec, bad = (line.split() for line in lines[2:])
+    native, isoexec, bad = (line.split() for line in lines[2:])  # the arms of a setting stay together
     assert native == "tiny together / score native 2 2.50e-01 5.00e-01 2.50e-01 50.00 % 50.00 %".split()
     assert isoexec == "tiny together / score isoexec 2 0 0 0 100 % 100 %".split()
     assert " ".join(bad[4:]) == "isoexec 1 not finite not finite not finite 0.00 % -"
@@ -29,7 +29,7 @@ def test_table():
 def test_almost_all_is_not_printed_as_all():
     engine = [Scored(to_bits([-1.0] * 100000))]
     trainer = [Scored([*engine[0].logprobs[:-1], engine[0].logprobs[-1] + 1])]
-    assert "99.99 %" in table([compare("m", "isoexec", "s", engine, trainer)])
+    assert "99.99 %" in table([compare("m", "isoexec", "s", engine, trainer).as_run()])
 
 
 def test_json(tmp_path):
