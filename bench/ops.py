@@ -35,6 +35,7 @@ def sets(make, bytes_each):
 
 def median_us(function, inputs, clock) -> float:
     ring = itertools.cycle(inputs)
+    torch.cuda.synchronize()  # the capture runs on a stream of its own, which does not wait for the inputs
     if clock == "graph":
         return 1e3 * triton.testing.do_bench_cudagraph(lambda: function(*next(ring)), rep=20, return_mode="median")
     return 1e3 * triton.testing.do_bench(lambda: function(*next(ring)), warmup=5, rep=30, return_mode="median")

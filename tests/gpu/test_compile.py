@@ -82,7 +82,7 @@ def test_wide_rows_load_sixteen_bytes():
     assert re.search(r"ld\.global\.v4\.b32", ptx(kernel, **constants))
 
 
-@pytest.mark.parametrize("leaves,tiles", [(1, matmul.SMALL), (1, matmul.LARGE), (4, matmul.TREE[4]), (8, matmul.TREE[8])])
+@pytest.mark.parametrize("leaves,tiles", [(1, matmul.SMALL), (1, matmul.MEDIUM), (1, matmul.LARGE), (4, matmul.TREE[4]), (8, matmul.TREE[8])])
 def test_products_run_on_the_wide_matrix_unit(leaves, tiles):
     BM, BN, BK, warps, stages = tiles
     text = ptx(matmul.product_kernel, warps, stages, x=f"tensordesc<bf16[{BM}, {BK}]>", w=f"tensordesc<bf16[{BN}, {BK}]>", BIAS=False,

@@ -14,9 +14,9 @@ from isoexec.contract import ContractError
 from isoexec.ops._core.triton_math import COMPILE, dot_add
 
 #: (rows, columns, K step, warps, pipeline stages). Committed, never tuned at run time; moves no bit but by the K step.
-SMALL, LARGE = (64, 64, 64, 4, 4), (128, 128, 64, 8, 3)
+SMALL, MEDIUM, LARGE = (64, 64, 64, 4, 4), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3)
 #: The tree in registers keeps log2(leaves) accumulators beside the running one.
-TREE = {2: (128, 128, 64, 8, 3), 4: (128, 64, 64, 8, 4), 8: (128, 64, 64, 8, 4)}
+TREE = {2: (128, 128, 64, 8, 4), 4: (128, 128, 64, 8, 3), 8: (64, 64, 64, 4, 4)}
 MAX_LEAVES = 8
 #: Up to so many rows there are too few tiles to fill a GPU: each leaf is a program of its own, and a second launch takes the tree.
 APART_ROWS = 256
@@ -110,15 +110,19 @@ def product(x, weight, dtype, bias=None, leaves=1, tiles=None):
         return tree(partials(x, weight, leaves), dtype, bias)
     M, N = x.shape[0], weight.shape[0]
     y = torch.empty(M, N, dtype=dtype, device=x.device)
-    _launch(x, weight, bias, y, tiles or (TREE[leaves] if leaves > 1 else SMALL if M <= 64 else LARGE), leaves, False)
+    _launch(x, weight, bias, y, tiles or (TREE[leaves] if leaves > 1 else _tiles(M)), leaves, False)
     return y
 
 
 def partials(x, weight, leaves, tiles=None):
     """The ``leaves`` parts, not yet added: [leaves, M, N] fp32."""
     y = torch.empty(leaves, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, y, tiles or (SMALL if x.shape[0] <= 64 else LARGE), leaves, True)
+    _launch(x, weight, None, y, tiles or _tiles(x.shape[0]), leaves, True)
     return y
+
+
+def _tiles(M: int):
+    return SMALL if M <= 64 else MEDIUM if M <= 512 else LARGE
 
 
 def _launch(x, weight, bias, y, tiles, leaves, apart):

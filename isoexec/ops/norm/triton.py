@@ -132,7 +132,7 @@ class _Norm(torch.autograd.Function):
             backward_kernel[programs,](
                 grad.contiguous(), grad_total.contiguous() if ctx.add else grad, xs.x, zs.x, weight.contiguous(), r, grad_x,
                 grad_x if gate is None else grad_gate, partial, xs.count, steps, *xs.address, *zs.address, weight.shape[0], N, R,
-                ADD=ctx.add, GATED=gate is not None, SHIFT=ctx.shift, num_warps=warps, **COMPILE,
+                ADD=ctx.add, GATED=gate is not None, SHIFT=ctx.shift, num_warps=max(warps, 2), **COMPILE,
             )  # fmt: skip
         grad_weight = partial.sum(0).to(weight.dtype) if ctx.needs_input_grad[3] else None
         return grad_x, grad_x if ctx.add else None, grad_gate, grad_weight, None, None, None
