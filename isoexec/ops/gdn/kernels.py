@@ -98,7 +98,7 @@ def _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, s
 def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws, E_ws, T_ws, M_ws, u_ws, h_ws, blocks,
                  S_slot, k_slot, rhs_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                  C: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr, SAVE: tl.constexpr,
-                 STAGES: tl.constexpr):  # fmt: skip
+                 STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """Per sequence, value head and slice of V: the boundary state through all chunks, and the outputs."""
     iv = tl.program_id(0)
     n = tl.program_id(1) // HV
@@ -131,7 +131,7 @@ def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws
                                           rhs_slot, w, (first - t0).to(tl.int64), t0, C, h, hv, ov, H, HV, K, V, C, POOL,
                                           False)  # fmt: skip
             S = next_state(S, uT, kt, tl.load(E_ws + w * 3 * C + 2 * C + i), tl.load(E_ws + w * 3 * C + C - 1))
-    for c in tl.range(c0, full, num_stages=STAGES):
+    for c in tl.range(c0, full, num_stages=STAGES, loop_unroll_factor=UNROLL):
         w = ((chunk0 + c) * HV + hv).to(tl.int64)
         row0 = (first - t0 + c * C).to(tl.int64)
         at = (row0 * HV + hv) * V + i[None, :] * (HV * V) + ov[:, None]

@@ -80,10 +80,46 @@ def back_chain_kernel(q, k, do, drhs, dh, sequences, blocks, b_ws, E_ws, T_ws, M
 
 
 @triton.jit
-def back_block_kernel(q, k, v, g, beta, do, u, drhs, h_ws, dh, dq, dk, dv, dG_part, db_part, block_table, scale, T,
+def back_inner_kernel(v, g, beta, do, u, drhs, dv, score_ws, solve_ws, db_v, block_table, scale, HV: tl.constexpr, V: tl.constexpr,
+                      BLOCK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+    """Per block and value head, inside the block: dL/d(q k^T) and dL/dA before beta as bf16 [BLOCK, BLOCK], dv, V's part of dbeta."""
+    block = tl.program_id(0).to(tl.int64)
+    hv = tl.program_id(1)
+    row0 = tl.load(block_table + 3 * block).to(tl.int64)
+    held = tl.load(block_table + 3 * block + 1)
+    i = tl.arange(0, BLOCK)
+    real = i < held
+    b = tl.load(beta + (row0 + i) * HV + hv, mask=real, other=0.0)
+    dM = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+    dA = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+    db = tl.zeros([BLOCK], dtype=tl.float32)
+    base = (row0 * HV + hv) * V
+    for start in range(0, V, BV):
+        e = start + tl.arange(0, BV)
+        do_t = rows(do + base, i, e, HV * V, 0, held)
+        u_t = rows(u + base, i, e, HV * V, 0, held)
+        r_t = rows(drhs + base, i, e, HV * V, 0, held)
+        dM = dot_add(do_t, tl.trans(u_t), dM)
+        dA = dot_add(r_t, tl.trans(u_t), dA)
+        r32 = r_t.to(tl.float32)
+        db += tl.sum(r32 * rows(v + base, i, e, HV * V, 0, held).to(tl.float32), 1)
+        at = base + i[:, None] * (HV * V) + e[None, :]
+        tl.store(dv + at, (r32 * b[:, None]).to(dv.dtype.element_ty), mask=real[:, None] & (e >= 0)[None, :])
+    G = tl.cumsum(tl.load(g + (row0 + i) * HV + hv, mask=real, other=0.0), 0)
+    keep = (i[:, None] >= i[None, :]) & real[:, None]
+    low = (i[:, None] > i[None, :]) & real[:, None]
+    decay = tl.exp(tl.where(keep, G[:, None] - G[None, :], 0.0))
+    at = (block * HV + hv) * BLOCK * BLOCK + i[:, None] * BLOCK + i[None, :]
+    tl.store(score_ws + at, tl.where(keep, dM * decay * scale, 0.0).to(tl.bfloat16))
+    tl.store(solve_ws + at, tl.where(low, 0.0 - dA * decay, 0.0).to(tl.bfloat16))
+    tl.store(db_v + (row0 + i) * HV + hv, db, mask=real)
+
+
+@triton.jit
+def back_block_kernel(q, k, g, beta, do, u, drhs, h_ws, dh, score_ws, solve_ws, dq, dk, dG_part, db_part, block_table, scale, T,
                       H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
                       BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
-    """Per block, key head and slice of K: dq, dk (summed over the value heads), dv, and the slice's part of dG and dbeta."""
+    """Per block, key head and slice of K: dq, dk (summed over the value heads), and the slice's part of dG and dbeta."""
     ik = tl.program_id(0)
     block = tl.program_id(1).to(tl.int64)
     h = tl.program_id(2)
@@ -92,56 +128,40 @@ def back_block_kernel(q, k, v, g, beta, do, u, drhs, h_ws, dh, dq, dk, dv, dG_pa
     i = tl.arange(0, BLOCK)
     d = ik * BK + tl.arange(0, BK)
     real = i < held
-    keep = (i[:, None] >= i[None, :]) & real[:, None]
-    low = (i[:, None] > i[None, :]) & real[:, None]
     kt = rows(k + (row0 * H + h) * K, i, d, H * K, 0, held)
     qt = rows(q + (row0 * H + h) * K, i, d, H * K, 0, held)
+    k32 = kt.to(tl.float32)
     dq_sum = tl.zeros([BLOCK, BK], dtype=tl.float32)
     dk_sum = tl.zeros([BLOCK, BK], dtype=tl.float32)
     for j in range(HV // H):
         hv = h * (HV // H) + j
-        G = tl.cumsum(tl.load(g + (row0 + i) * HV + hv, mask=real, other=0.0), 0)
-        b = tl.load(beta + (row0 + i) * HV + hv, mask=real, other=0.0)
-        last = tl.sum(tl.where(i == BLOCK - 1, G, 0.0), 0)
         dqS = tl.zeros([BLOCK, BK], dtype=tl.float32)
         dkR = tl.zeros([BLOCK, BK], dtype=tl.float32)
         dkC = tl.zeros([BLOCK, BK], dtype=tl.float32)
-        dM = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
-        dA = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
-        db = tl.zeros([BLOCK], dtype=tl.float32)
         hdh = 0.0
+        base = (row0 * HV + hv) * V
         for start in range(0, V, BV):
             e = start + tl.arange(0, BV)
             tile = (block * HV + hv) * V * K + e[:, None] * K + d[None, :]
             h_t = tl.load(h_ws + tile)
             dh_t = tl.load(dh + tile)
-            base = (row0 * HV + hv) * V
-            do_t = rows(do + base, i, e, HV * V, 0, held)
-            u_t = rows(u + base, i, e, HV * V, 0, held)
-            r_t = rows(drhs + base, i, e, HV * V, 0, held)
-            dqS = dot_add(do_t, h_t, dqS)
-            dkR = dot_add(r_t, h_t, dkR)
-            dkC = dot_add(u_t, dh_t, dkC)
-            dM = dot_add(do_t, tl.trans(u_t), dM)
-            dA = dot_add(r_t, tl.trans(u_t), dA)
+            dqS = dot_add(rows(do + base, i, e, HV * V, 0, held), h_t, dqS)
+            dkR = dot_add(rows(drhs + base, i, e, HV * V, 0, held), h_t, dkR)
+            dkC = dot_add(rows(u + base, i, e, HV * V, 0, held), dh_t, dkC)
             hdh += tl.sum(tl.sum(h_t.to(tl.float32) * dh_t.to(tl.float32), 1), 0)
-            if ik == 0:
-                v_t = rows(v + base, i, e, HV * V, 0, held).to(tl.float32)
-                r32 = r_t.to(tl.float32)
-                db += tl.sum(r32 * v_t, 1)
-                at = base + i[:, None] * (HV * V) + e[None, :]
-                tl.store(dv + at, (r32 * b[:, None]).to(dv.dtype.element_ty), mask=real[:, None] & (e >= 0)[None, :])
-        decay = tl.exp(tl.where(keep, G[:, None] - G[None, :], 0.0))
+        G = tl.cumsum(tl.load(g + (row0 + i) * HV + hv, mask=real, other=0.0), 0)
+        b = tl.load(beta + (row0 + i) * HV + hv, mask=real, other=0.0)
+        last = tl.sum(tl.where(i == BLOCK - 1, G, 0.0), 0)
         eG = tl.exp(G)
-        score = tl.where(keep, dM * decay * scale, 0.0).to(tl.bfloat16)
-        solve = tl.where(low, 0.0 - dA * decay, 0.0)
+        at = (block * HV + hv) * BLOCK * BLOCK + i[:, None] * BLOCK + i[None, :]
+        score = tl.load(score_ws + at)
+        solve = tl.load(solve_ws + at)
         dq_j = dot_add(score, kt, dqS * (eG * scale)[:, None])
-        row = dot(solve.to(tl.bfloat16), kt) - dkR * eG[:, None]  # dL/dk as a row of A and of rhs, before beta
+        row = dot(solve, kt) - dkR * eG[:, None]  # dL/dk as a row of A and of rhs, before beta
         kept = dkC * tl.exp(last - G)[:, None]
         col = dot_add(tl.trans(score), qt, kept)
-        col = dot_add(tl.trans((solve * b[:, None]).to(tl.bfloat16)), kt, col)
-        k32 = kt.to(tl.float32)
-        db += tl.sum(k32 * row, 1)
+        col = dot_add(tl.trans(solve), (k32 * b[:, None]).to(tl.bfloat16), col)
+        db = tl.sum(k32 * row, 1)
         row = row * b[:, None]
         dG = tl.sum(qt.to(tl.float32) * dq_j + k32 * (row - col), 1)
         at_end = tl.exp(last) * hdh + tl.sum(tl.sum(k32 * kept, 1), 0)
@@ -158,7 +178,7 @@ def back_block_kernel(q, k, v, g, beta, do, u, drhs, h_ws, dh, dq, dk, dv, dG_pa
 
 
 @triton.jit
-def back_gate_kernel(dG_part, db_part, dg, db, block_table, T, HV: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def back_gate_kernel(dG_part, db_part, db_v, dg, db, block_table, T, HV: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     """Sum the slices' parts in order; dg is the sum of dG over the later rows of the block (later blocks come in through dh)."""
     block = tl.program_id(0)
     hv = tl.program_id(1)
@@ -167,7 +187,7 @@ def back_gate_kernel(dG_part, db_part, dg, db, block_table, T, HV: tl.constexpr,
     i = tl.arange(0, BLOCK)
     at = (row0 + i) * HV + hv
     dG = tl.zeros([BLOCK], dtype=tl.float32)
-    b = tl.zeros([BLOCK], dtype=tl.float32)
+    b = tl.load(db_v + at, mask=i < held, other=0.0)
     for part in tl.static_range(PARTS):
         dG += tl.load(dG_part + part * T * HV + at, mask=i < held, other=0.0)
         b += tl.load(db_part + part * T * HV + at, mask=i < held, other=0.0)

@@ -28,11 +28,10 @@ def _conv_tile(x, x_row, weight, window, tokens, sequences, t, real, c, D: tl.co
     p = tl.load(tokens + 2 * t + 1, mask=real, other=0)
     fresh = tl.load(sequences + 4 * n + 2, mask=real, other=0) == 0
     for j in tl.static_range(W):
-        back: tl.constexpr = W - 1 - j
-        inside = real & (p >= back)
-        value = tl.load(x + (t - back).to(tl.int64)[:, None] * x_row + c[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        if HAS_WINDOW and back > 0:
-            old = real & (p < back) & (fresh == 0)
+        inside = real & (p >= W - 1 - j)
+        value = tl.load(x + (t - (W - 1 - j)).to(tl.int64)[:, None] * x_row + c[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+        if HAS_WINDOW and j < W - 1:
+            old = real & (p < W - 1 - j) & (fresh == 0)
             at = (n.to(tl.int64) * (W - 1) + p + j)[:, None] * D + c[None, :]
             value = tl.where(old[:, None], tl.load(window + at, mask=old[:, None], other=0.0).to(tl.float32), value)
         term = value * tl.load(weight + c * W + j).to(tl.float32)[None, :]

@@ -16,6 +16,11 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "32": {"BV": 64, "num_warps": 4, "stages": 2},
         "64": {"BV": 64, "num_warps": 4, "stages": 2},
     },
+    "chain_narrow": {  # few (sequence, head) pairs: smaller slices of V shorten a step
+        "16": {"BV": 16, "num_warps": 1, "stages": 2},
+        "32": {"BV": 32, "num_warps": 4, "stages": 2},
+        "64": {"BV": 64, "num_warps": 4, "stages": 2},
+    },
     "tail": {"16": {"num_warps": 2}, "32": {"num_warps": 2}, "64": {"num_warps": 4}},
     "decode": {
         "16": {"BV": 32, "num_warps": 2},
@@ -27,6 +32,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "32": {"BV": 64, "num_warps": 4, "stages": 2},
         "64": {"BV": 64, "num_warps": 4, "stages": 2},
     },
+    "back_inner": dict.fromkeys(("16", "32", "64"), {"BV": 64, "num_warps": 4}),
     "back_block": dict.fromkeys(("16", "32", "64"), {"BK": 64, "BV": 64, "num_warps": 8}),
     "back_gate": dict.fromkeys(("16", "32", "64"), {"num_warps": 1}),
     "decode_pre": {"16": {"num_warps": 1}, "32": {"num_warps": 2}, "64": {"num_warps": 4}},

@@ -11,12 +11,13 @@ from isoexec.ops.gdn.launch import settings
 from isoexec.ops.gdn.state import BLOCK, Plan, StatePool
 
 
+NARROW = 2 * 32  # sequences x value heads up to which the chain is latency-bound
 ONE_LAUNCH = 16 * 32  # lanes x value heads up to which decode is one launch
 
 
 def _split(entry: dict[str, int]):
     """Settings -> constexpr ones and compile options."""
-    options = {k: v for k, v in entry.items() if k.startswith("num_")}
+    options = {k: v for k, v in entry.items() if k.startswith("num_") or k == "maxnreg"}
     return {k: v for k, v in entry.items() if k not in options}, {**options, **COMPILE}
 
 
@@ -67,13 +68,14 @@ def chain(q, k, v, plan: Plan, ws: Workspace, out_dtype, pool=None, slots=None, 
         first_block, table = plan.blocks
         u = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
         h = torch.empty(table.shape[0], HV, V, K, dtype=torch.bfloat16, device=v.device)
-    constants, options = _split(dict(settings("chain", C, V) if entry is None else entry))
+    narrow = len(plan.lengths) * HV <= NARROW
+    constants, options = _split(dict(settings("chain_narrow" if narrow else "chain", C, V) if entry is None else entry))
     high, low, ring_k, rhs = (pool.high, pool.low, pool.k, pool.rhs) if pool else (v, v, v, v)
     if plan.chunks:
         kernels.chain_kernel[V // constants["BV"], len(plan.lengths) * HV](
             q, k, v, o, high, low, ring_k, rhs, plan.sequence_table if slots is None else slots, plan.sequence_table,
             ws.b, ws.E, ws.T, ws.M, u, h, first_block, high.stride(0), ring_k.stride(0), rhs.stride(0),
-            H, HV, K, V, C, constants["BV"], BLOCK, POOL=pool is not None, SAVE=save, STAGES=constants["stages"], **options,
+            H, HV, K, V, C, constants["BV"], BLOCK, POOL=pool is not None, SAVE=save, STAGES=constants["stages"], UNROLL=constants.get("unroll", 1), **options,
         )  # fmt: skip
     return o, u, h
 

@@ -44,13 +44,20 @@ def backward(saved, plan, scale, grad):
     kernels.back_chain_kernel[V // BV, len(plan.lengths) * HV](
         q, k, do, drhs, dh, plan.sequence_table, first_block, b_ws, E, T, M, H, HV, K, V, C, BV, BLOCK, constants["stages"], **options
     )
+    blocks = table.shape[0]
+    score, solve = (torch.empty(blocks, HV, BLOCK, BLOCK, dtype=torch.bfloat16, device=v.device) for _ in range(2))
+    constants, options = core._split(settings("back_inner", C, V))
+    db_v = torch.empty_like(beta)
+    kernels.back_inner_kernel[blocks, HV](
+        v, g, beta, do, u, drhs, dv, score, solve, db_v, table, scale, HV, V, BLOCK, constants["BV"], **options
+    )
     constants, options = core._split(settings("back_block", C, V))
     BK, BV = min(constants["BK"], K), constants["BV"]
     parts = torch.empty(2, K // BK, tokens, HV, dtype=torch.float32, device=v.device)
-    blocks = table.shape[0]
     kernels.back_block_kernel[K // BK, blocks, H](
-        q, k, v, g, beta, do, u, drhs, h, dh, dq, dk, dv, parts[0], parts[1], table, scale, tokens, H, HV, K, V, BLOCK, BK, BV, **options
-    )
+        q, k, g, beta, do, u, drhs, h, dh, score, solve, dq, dk, parts[0], parts[1], table, scale, tokens, H, HV, K, V, BLOCK, BK, BV,
+        **options,
+    )  # fmt: skip
     _, options = core._split(settings("back_gate", C))
-    kernels.back_gate_kernel[blocks, HV](parts[0], parts[1], dg, db, table, tokens, HV, BLOCK, K // BK, **options)
+    kernels.back_gate_kernel[blocks, HV](parts[0], parts[1], db_v, dg, db, table, tokens, HV, BLOCK, K // BK, **options)
     return dq, dk, dv, dg, db
