@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+import types
 
 import torch
 import triton
@@ -118,6 +119,13 @@ class Sequence:
         from vllm.model_executor.layers.fla.ops import chunk_gated_delta_rule as vllm
         from vllm.model_executor.layers.fla.ops.fused_gdn_prefill_post_conv import fused_post_conv_prep
         from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn
+        from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
+
+        tables = types.SimpleNamespace()  # built once per batch, as the engine does
+        tables.nums_dict, tables.batch_ptr, tables.token_chunk_offset_ptr = compute_causal_conv1d_metadata(
+            torch.tensor(self.plan.offsets), device="cuda"
+        )
+        cu, fresh, slots = self.cu.int(), self.slots < 0, self.slots + 1
 
         def run_fla(q, k, v, g, beta, state=None):
             return fla(q[None], k[None], v[None], g=g[None], beta=beta[None], cu_seqlens=self.cu, initial_state=state,
@@ -128,8 +136,8 @@ class Sequence:
                         output_final_state=True)[0]  # fmt: skip
 
         def mixer():
-            y = causal_conv1d_fn(self.mixed.T, self.weight, None, self.conv_state.transpose(1, 2), self.cu.int(),
-                                 cache_indices=self.slots + 1, has_initial_state=self.slots < 0)  # fmt: skip
+            y = causal_conv1d_fn(self.mixed.T, self.weight, None, self.conv_state.transpose(1, 2), cu, cache_indices=slots,
+                                 has_initial_state=fresh, metadata=tables)  # fmt: skip
             return run_vllm(*fused_post_conv_prep(y.T, self.a, self.b, self.A_log, self.dt_bias, H, D, D))
 
         return run_fla, run_vllm, mixer
