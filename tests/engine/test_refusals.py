@@ -50,7 +50,8 @@ def test_engine_setting(open_engine, checkpoint, arguments, name):
     ("change", "message"),
     [
         ({"backend": "cuda"}, "backend: the contract names 'cuda', this engine computes on 'cpu'"),
-        ({"architecture": "Qwen3MoeForCausalLM"}, "architecture: the vLLM runtime runs Qwen3ForCausalLM"),
+        ({"architecture": "LlamaForCausalLM"}, "architecture: the vLLM runtime runs Qwen3ForCausalLM"),
+        ({"architecture": "Qwen3MoeForCausalLM"}, "the contract names Qwen3MoeForCausalLM, the checkpoint .*Qwen3ForCausalLM"),
     ],
 )
 def test_contract_of_another_model_or_backend(open_engine, checkpoint, contract_file, tmp_path, change, message):

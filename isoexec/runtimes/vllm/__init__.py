@@ -1,5 +1,6 @@
 """vLLM adapter: what patched vLLM calls, and the in-process rollout engine.
 
-``step``: which case a step executes. ``settings``: what a contract refuses. ``attention``, ``embedding``, ``sampler``: vLLM's objects
-to ops. ``qwen3``: an architecture's forward pass. ``engine``: :class:`~isoexec.runtimes.vllm.engine.RolloutEngine`.
+``step``: which case a step executes. ``settings``: what a contract refuses. ``attention``, ``gdn``, ``embedding``, ``sampler``: vLLM's
+objects to ops. ``qwen3``, ``qwen3_moe``, ``qwen3_5``: an architecture's forward pass, with what they share in ``layers``. ``engine``:
+:class:`~isoexec.runtimes.vllm.engine.RolloutEngine`, on as many blocks as ``cache_size`` counts.
 """

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from isoexec.contract import active_contract
+from isoexec.contract import Numerics, active_contract
+from isoexec.contract.build import read_config
 from isoexec.ops._core.bits import row_digests
+from isoexec.runtimes.vllm import cache_size
 
 #: Environment of an in-process engine, set before vLLM is imported. No entry changes a bit under a contract.
 ENVIRONMENT = {
@@ -75,8 +76,8 @@ class RolloutEngine:
             enable_prefix_caching: reuse the cache blocks of equal prefixes.
             max_model_len: tokens of a sequence at most.
             kv_cache_tokens: size of the KV cache, a multiple of ``block_size``; None holds every sequence at full length, less makes
-                the scheduler preempt.
-            block_size: tokens of a cache block.
+                the scheduler preempt. In a hybrid, the state of a sequence in a group of Gated DeltaNet layers takes a block of it.
+            block_size: tokens of a cache block; a hybrid's is the least multiple that holds a state.
             engine_args: further arguments of ``vllm.LLM``.
 
         Raises:
@@ -88,9 +89,17 @@ class RolloutEngine:
 
         if model_parallel_is_initialized():
             raise RuntimeError("this process already holds an engine; close it before building another")
-        _register_model(model)
-        if kv_cache_tokens is None:
-            kv_cache_tokens = max_num_seqs * -(-max_model_len // block_size) * block_size
+        config = read_config(model)
+        _register_model(config)
+        contract = active_contract()
+        numerics = Numerics() if contract is None else contract.numerics
+        block_size, blocks = cache_size.blocks(
+            config, numerics, block_size, kv_cache_tokens, max_num_seqs, max_model_len, enable_prefix_caching
+        )
+        if config["architectures"][0].endswith("ForConditionalGeneration"):
+            engine_args = {"language_model_only": True, **engine_args}
+        if "linear_attention" in config.get("text_config", config).get("layer_types", ()):
+            engine_args = {"mamba_ssm_cache_dtype": "float32", **engine_args}  # upstream's CPU kernel takes no other
         self._llm = LLM(
             **{
                 "model": str(model),
@@ -105,7 +114,7 @@ class RolloutEngine:
                 "enable_prefix_caching": enable_prefix_caching,
                 "max_model_len": max_model_len,
                 "block_size": block_size,
-                "num_gpu_blocks_override": kv_cache_tokens // block_size + 1,  # vLLM keeps one block as a null block
+                "num_gpu_blocks_override": blocks,
                 "kv_cache_memory_bytes": 1 << 30,  # only checked against the machine's memory: the override decides
                 **engine_args,
             }
@@ -201,9 +210,10 @@ class RolloutEngine:
         self.reset_prefix_cache()
 
     def fill_kv_cache(self, value: float) -> None:
-        """Overwrite the whole KV cache, e.g. with NaN, so that reading what no token wrote shows. No sequence may be running."""
+        """Overwrite the whole KV cache and every state, e.g. with NaN, so that reading what no token wrote shows. No sequence may be running."""
         for cache in self._runner.kv_caches:
-            cache.fill_(value)
+            for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
+                tensor.fill_(value if tensor.is_floating_point() else -1)
 
     def close(self) -> None:
         """Free the engine; the process can build another."""
@@ -220,7 +230,7 @@ class RolloutEngine:
         return sum(metric.value for metric in self._llm.get_metrics() if metric.name == name)
 
 
-def _register_model(model: str | os.PathLike) -> None:
+def _register_model(config: dict) -> None:
     """Hand vLLM the model class itself.
 
     vLLM inspects a class that it knows by name only in a subprocess, so that CUDA is not initialised here; that imports
@@ -228,7 +238,7 @@ def _register_model(model: str | os.PathLike) -> None:
     """
     from vllm import ModelRegistry
 
-    for architecture in json.loads((Path(model) / "config.json").read_text())["architectures"]:
+    for architecture in config["architectures"]:
         if architecture in ModelRegistry.models:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 

@@ -32,7 +32,6 @@ ENGINE = (
     Setting("model_config.logprobs_mode", ("processed_logprobs",), _DISTRIBUTION),
     Setting("model_config.logits_processors", (None,), _DISTRIBUTION),
     Setting("model_config.enable_prompt_embeds", (False,), "the trainer computes embeddings from token ids"),
-    Setting("model_config.multimodal_config", (None,), _UNROUTED),
     Setting("cache_config.cache_dtype", ("auto", "bfloat16"), "keys and values would be rounded on their way through the cache"),
     Setting("cache_config.calculate_kv_scales", (False,), "keys and values would be rounded on their way through the cache"),
     Setting("cache_config.sliding_window", (None,), _UNPROVEN),
@@ -49,17 +48,58 @@ ENGINE = (
     Setting("parallel_config.enable_dbo", (False,), _UNPROVEN),
 )
 
+_TEXT_ONLY = (Setting("model_config.multimodal_config", (None,), _UNROUTED),)
+_LANGUAGE_MODEL = (
+    Setting("model_config.multimodal_config.language_model_only", (True,), "the vision tower is outside the op library"),
+    Setting("model_config.multimodal_config.enable_mm_embeds", (False,), "the trainer computes embeddings from token ids"),
+)
+_HYBRID = (
+    Setting("cache_config.mamba_cache_dtype", ("auto", "bfloat16"), "the convolution's window holds bf16 inputs"),
+    Setting("cache_config.mamba_ssm_cache_dtype", ("float32", "auto"), "a rounded recurrent state would depend on how a prompt is split"),
+    Setting("cache_config.mamba_cache_mode", ("none", "align"), _UNPROVEN),
+)
+_EXPERTS = (
+    Setting("parallel_config.enable_eplb", (False,), "experts would move between ranks, and the combine's groups with them"),
+    Setting("parallel_config.data_parallel_size", (1,), "vLLM would split each expert over the data-parallel ranks"),
+    Setting("kernel_config.moe_backend", (None, "auto"), _UNROUTED),
+)
+
+#: HF architecture -> paths into vLLM's ``VllmConfig``, beside :data:`ENGINE`.
+ENGINE_OF: dict[str, tuple[Setting, ...]] = {
+    "Qwen3ForCausalLM": _TEXT_ONLY,
+    "Qwen3MoeForCausalLM": _TEXT_ONLY + _EXPERTS,
+    "Qwen3_5ForCausalLM": _TEXT_ONLY + _HYBRID,
+    "Qwen3_5ForConditionalGeneration": _LANGUAGE_MODEL + _HYBRID,
+    "Qwen3_5MoeForCausalLM": _TEXT_ONLY + _HYBRID + _EXPERTS,
+    "Qwen3_5MoeForConditionalGeneration": _LANGUAGE_MODEL + _HYBRID + _EXPERTS,
+}
+
+_COMMON = (
+    Setting("hidden_act", ("silu",), _UNROUTED),
+    Setting("attention_bias", (None, False), "the model function has no bias"),
+    Setting("is_causal", (None, True), "attention is causal in the trainer"),
+    Setting("use_sliding_window", (None, False), _UNPROVEN),
+    Setting("dual_chunk_attention_config", (None,), _UNROUTED),
+    Setting("rope_parameters.rope_type", (None, "default"), "the rope table is computed from positions and theta alone"),
+)
+_QWEN3 = (*_COMMON, Setting("rope_parameters.partial_rotary_factor", (None, 1.0), "Qwen3 rotates whole heads"))
+_QWEN3_5 = (
+    *_COMMON,
+    Setting("qkv_bias", (None, False), "the model function has no bias"),
+    Setting("attn_output_gate", (None, True), "the model function has the gate"),
+    Setting("output_gate_type", (None, "silu", "swish"), "the output norm's gate is silu"),
+    Setting("layer_scale", (None, False), "the model function has no layer scale"),
+)
+_QWEN3_5_MOE = (*_QWEN3_5, Setting("norm_topk_prob", (None, True), "the trainer's router always renormalises"))
+
 #: HF architecture -> paths into the model's HF text config.
 ARCHITECTURES: dict[str, tuple[Setting, ...]] = {
-    "Qwen3ForCausalLM": (
-        Setting("hidden_act", ("silu",), _UNROUTED),
-        Setting("attention_bias", (None, False), "the model function has no bias"),
-        Setting("is_causal", (None, True), "attention is causal in the trainer"),
-        Setting("use_sliding_window", (None, False), _UNPROVEN),
-        Setting("dual_chunk_attention_config", (None,), _UNROUTED),
-        Setting("rope_parameters.rope_type", (None, "default"), "the rope table is computed from positions and theta alone"),
-        Setting("rope_parameters.partial_rotary_factor", (None, 1.0), "Qwen3 rotates whole heads"),
-    ),
+    "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3MoeForCausalLM": _QWEN3,
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
 }
 
 #: Paths into vLLM's ``SamplingParams``.
@@ -106,10 +146,30 @@ def check(contract: ExecutionContract, config) -> None:
         raise ContractError(
             f"architecture: the contract names {contract.architecture}, the checkpoint {found}; load the model that the contract is for"
         )
-    for setting in ENGINE:
+    for setting in (*ENGINE, *ENGINE_OF[contract.architecture]):
         _check(setting, config)
+    text_config = config.model_config.hf_text_config
     for setting in ARCHITECTURES[contract.architecture]:
-        _check(setting, config.model_config.hf_text_config)
+        _check(setting, text_config)
+    _check_numerics(contract, text_config)
+
+
+def _check_numerics(contract: ExecutionContract, text_config) -> None:
+    """Constants that must fit the model."""
+    numerics, experts = contract.numerics, getattr(text_config, "num_experts", None)
+    if experts and experts % numerics.combine_groups:
+        raise ContractError(
+            f"numerics.combine_groups: expected a divisor of the model's {experts} experts, found {numerics.combine_groups}; rebuild the "
+            "contract for this model"
+        )
+    if "linear_attention" in (getattr(text_config, "layer_types", None) or ()):
+        from isoexec.runtimes.vllm.gdn import FORMS
+
+        if numerics.gdn_form not in FORMS:
+            raise ContractError(
+                f"numerics.gdn_form: the vLLM runtime runs {', '.join(FORMS)}, the contract asks for {numerics.gdn_form!r}; rebuild the contract "
+                "with a form that the op library implements"
+            )
 
 
 def activate(contract: ExecutionContract, config) -> None:

@@ -1,0 +1,49 @@
+"""What the architectures share: the step's tokens, and vLLM's modules as the functions and parameters that a model wants."""
+
+from __future__ import annotations
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.attention import unified_attention_with_output
+
+from isoexec.models import qwen3_moe
+
+
+def max_query_len() -> int | None:
+    """Tokens of the longest query of the step; None in a profiling run, which has no attention metadata."""
+    metadata = get_forward_context().attn_metadata
+    return None if metadata is None else next(iter(metadata.values())).max_query_len
+
+
+def embed(model, input_ids, inputs_embeds):
+    """[T, D] bf16 rows of the tokens, or ``inputs_embeds`` where they are given."""
+    return model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+
+
+def split_qkv(heads: int, groups: int, size: int):
+    """Function from a product [T, (H + 2 G) K] with vLLM's ``qkv_proj`` to views q [T, H, K], k and v [T, G, K]."""
+
+    def split(qkv):
+        q, k, v = qkv.split([heads * size, groups * size, groups * size], dim=-1)
+        return q.unflatten(-1, (heads, size)), k.unflatten(-1, (groups, size)), v.unflatten(-1, (groups, size))
+
+    return split
+
+
+def attend(layer):
+    """vLLM's attention layer as the function that a model wants.
+
+    The Python function behind vLLM's custom op is called directly: a dispatch mode (the audit) sees through it.
+    """
+
+    def attend(q_THK, k_TGK, v_TGK):
+        output_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+        unified_attention_with_output(q_THK, k_TGK, v_TGK, output_THK, layer.layer_name)
+        return output_THK
+
+    return attend
+
+
+def sparse_mlp(block, top_k: int, renormalize: bool) -> qwen3_moe.SparseMLP:
+    """Routed experts of vLLM's sparse block: ``w13`` holds gate rows then up rows of each expert, as the op reads them."""
+    return qwen3_moe.SparseMLP(block.gate.weight, block.experts.w13_weight, block.experts.w2_weight, top_k, renormalize)
