@@ -155,3 +155,11 @@ def test_a_pack_that_leaves_tokens_out_is_refused(trainer, sequences):
     batch.packed.cu_seqlens_q[-1] -= 1
     with pytest.raises(ContractError, match="cu_seqlens_q: expected to end at the 33 tokens"):
         trainer.gpt(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed)
+
+
+@pytest.mark.parametrize("argument", ["labels", "attention_mask"])
+def test_arguments_outside_the_contract_are_refused(trainer, argument):
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    arguments = {"attention_mask": None, argument: ids}
+    with pytest.raises(ContractError, match=f"GPTModel.forward: {argument}: expected None, found Tensor; "):
+        trainer.gpt(ids, ids, **arguments)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from isoexec.contract import CONTRACT_VARIABLE, Claims, ExecutionContract
 from isoexec.ops._core.bits import as_bits, assert_bit_equal
-from isoexec.runtimes.megatron import trainer as runtime  # imported before ranks are forked
+from isoexec.runtimes.megatron import trainer as runtime
 
 PACK = 100
 

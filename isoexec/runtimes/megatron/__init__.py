@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 
 import torch
 
-from isoexec.contract import active_contract
+from isoexec.contract import ContractError, active_contract
 from isoexec.ops._core import registry
 
 
@@ -46,15 +47,34 @@ def module(cls: type) -> type:
     return modules.replacement(cls)
 
 
+#: Arguments of ``GPTModel.forward`` that would bring in arithmetic the contract does not cover, and what to do instead.
+_REFUSED_ARGUMENTS = {
+    "labels": "take logprobs from the logits with isoexec.ops.logprob",
+    "attention_mask": "attention is causal within the sequences of packed_seq_params",
+    "inference_context": "generate with the rollout engine",
+    "inference_params": "generate with the rollout engine",
+}
+
+
 def attributed(forward):
     """Decorate ``GPTModel.forward``: its ops count for trainer_forward or, without gradients, trainer_score.
 
     A case that the caller has set stays.
+
+    Raises:
+        ContractError: an argument that a contract does not cover.
     """
+    signature = inspect.signature(forward)
 
     @functools.wraps(forward)
     def attributed_forward(*args, **kwargs):
-        if active_contract() is None or registry.current_case() is not None:
+        if active_contract() is None:
+            return forward(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        for name, instead in _REFUSED_ARGUMENTS.items():
+            if given.get(name) is not None:
+                raise ContractError(f"GPTModel.forward: {name}: expected None, found {type(given[name]).__name__}; {instead}")
+        if registry.current_case() is not None:
             return forward(*args, **kwargs)
         with registry.executing("trainer_forward" if torch.is_grad_enabled() else "trainer_score"):
             return forward(*args, **kwargs)
