@@ -1,4 +1,4 @@
-"""Times the GPU ops against the native kernels in the same run: ``python bench/ops.py [--out ops.csv] [--only WORD]``.
+"""Times the GPU ops against the native kernels in the same run: ``python bench/ops.py [--out FILE] [--only WORD]``.
 
 Medians over rotating inputs (so that small cases do not sit in the L2 cache), of replayed CUDA graphs where a case can be captured
 (what an engine does; column ``clock``), else of event times, which include the host's work. ``native`` is what a stock stack runs: torch's
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import itertools
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from isoexec.ops import activation, attention, embedding, logprob, matmul, norm,
 from isoexec.ops.matmul import triton as portable_matmul
 
 EPS = 1e-6
-FIELDS = ("commit", "device", "torch", "triton", "op", "case", "ours_us", "native_us", "ratio", "native", "clock")
+COLUMNS = ("op", "stage", "shape", "ours_us", "native_us", "ratio", "native", "clock", "device", "versions", "commit", "date")
 
 
 def randn(*shape, dtype=torch.bfloat16, scale=1.0):
@@ -52,7 +53,8 @@ class Table:
         self.only, self.rows = only, []
         if not commit:
             commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        self.fixed = dict(commit=commit, device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
+        versions = f"torch {torch.__version__}, triton {triton.__version__}"
+        self.fixed = dict(device=torch.cuda.get_device_name(), versions=versions, commit=commit, date=datetime.date.today().isoformat())
 
     def add(self, op, case, ours, native, inputs, label, native_inputs=None):
         if self.only and self.only not in op:
@@ -65,8 +67,9 @@ class Table:
             print(f"{op} {case}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return
         ratio = ours_us / native_us
-        self.rows.append(dict(self.fixed, op=op, case=case, ours_us=f"{ours_us:.1f}", native_us=f"{native_us:.1f}", ratio=f"{ratio:.2f}",
-                              native=label, clock=clock))  # fmt: skip
+        stage, shape = "forward + backward" if clock == "events" else "forward", case.removesuffix(" with gradient").removesuffix(",")
+        self.rows.append(dict(self.fixed, op=op, stage=stage, shape=shape, ours_us=f"{ours_us:.1f}", native_us=f"{native_us:.1f}",
+                              ratio=f"{ratio:.2f}", native=label, clock=clock))  # fmt: skip
         print(f"{op:34} {case:36} {ours_us:9.1f} {native_us:9.1f} {ratio:6.2f}  {label}", flush=True)
 
 
@@ -190,7 +193,7 @@ def decode(table, H, G, K):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default="ops.csv")
+    parser.add_argument("--out", default="bench/ops_results.csv")
     parser.add_argument("--only", default="")
     parser.add_argument("--commit", default="", help="of the measured tree, where git is not at hand")
     options = parser.parse_args()
@@ -200,7 +203,7 @@ def main():
         part(table)
         torch.cuda.empty_cache()
         with open(options.out, "w", newline="") as f:
-            writer = csv.DictWriter(f, FIELDS)
+            writer = csv.DictWriter(f, COLUMNS)
             writer.writeheader()
             writer.writerows(table.rows)
 

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="the tests run directly")
-@pytest.mark.parametrize("name", sorted(p.name for p in HERE.glob("test_*.py") if p.name not in ("test_interpreted.py", "test_compile.py")))
+@pytest.mark.parametrize("name", sorted(p.name for p in HERE.glob("test_*.py") if p.name not in ("test_interpreted.py", "test_compile.py", "test_recorded.py")))
 def test_under_the_interpreter(name):
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", str(HERE / name)]

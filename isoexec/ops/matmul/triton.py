@@ -16,7 +16,7 @@ from isoexec.ops._core.triton_math import COMPILE, dot_add
 #: (rows, columns, K step, warps, pipeline stages). Committed, never tuned at run time; moves no bit but by the K step.
 SMALL, MEDIUM, LARGE = (64, 64, 64, 4, 4), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3)
 #: The tree in registers keeps log2(leaves) accumulators beside the running one.
-TREE = {2: (128, 128, 64, 8, 4), 4: (128, 128, 64, 8, 3), 8: (64, 64, 64, 4, 4)}
+TREE = {2: (128, 128, 64, 8, 4), 4: (128, 128, 64, 8, 4), 8: (64, 64, 64, 4, 4)}
 MAX_LEAVES = 8
 #: Up to so many rows there are too few tiles to fill a GPU: each leaf is a program of its own, and a second launch takes the tree.
 APART_ROWS = 256
