@@ -72,6 +72,8 @@ def _verify(options) -> int:
 def _contract_show(options) -> int:
     contract = ExecutionContract.from_json(options.file.read_text(encoding="utf-8"))
     print(json.dumps(json.loads(contract.to_json()), indent=2))
+    for name, digest in contract.identities.items():
+        print(f"{name} {digest}")
     print(f"sha256 {contract.digest}")
     return 0
 

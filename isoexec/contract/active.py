@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 
+from isoexec.contract.canonical import LARGEST_TEXT
 from isoexec.contract.errors import ContractError
 from isoexec.contract.types import ExecutionContract
 
@@ -27,7 +27,8 @@ def active_contract() -> ExecutionContract | None:
 @functools.lru_cache(maxsize=None)
 def _load(path: str) -> ExecutionContract:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(LARGEST_TEXT + 1)  # a path to a device must not be read for ever
     except (OSError, UnicodeDecodeError) as error:
         raise ContractError(f"{CONTRACT_VARIABLE}={path}: cannot read the contract: {error}") from None
     return ExecutionContract.from_json(text)

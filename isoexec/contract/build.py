@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from isoexec.contract.canonical import bits64, sha256_hex
 from isoexec.contract.errors import ContractError
 from isoexec.contract.types import ExecutionContract, Numerics
 
 #: Widths of one matrix step on every backend; a leaf of a row-parallel product holds whole steps.
 _STEP = 16
+
+#: Entries of an HF config that say who wrote it, or how another program would run it.
+_NOT_THE_FUNCTION = ("_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype", "auto_map")
 
 
 def read_config(folder) -> dict:
@@ -43,7 +47,24 @@ def contract_for_model(folder, backend: str) -> ExecutionContract:
     text = config.get("text_config", config)
     experts = text.get("num_experts") or text.get("num_local_experts")  # the name depends on the release that wrote the file
     groups = combine_groups_for(experts) if experts else Numerics().combine_groups
-    return ExecutionContract(config["architectures"][0], backend, Numerics(row_leaves=_row_leaves(text), combine_groups=groups))
+    numerics = Numerics(row_leaves=_row_leaves(text), combine_groups=groups)
+    return ExecutionContract(config["architectures"][0], backend, numerics, model=model_digest(config))
+
+
+def model_digest(config: dict) -> str:
+    """sha256 of what an HF config says about the function that the model computes: everything but who wrote it, and where.
+
+    Floats enter as bit patterns: ``1e-6`` and ``0.000001`` are one value.
+    """
+    return sha256_hex(_exact({key: value for key, value in config.items() if key not in _NOT_THE_FUNCTION}))
+
+
+def _exact(value):
+    if isinstance(value, float):
+        return bits64(value)
+    if isinstance(value, dict):
+        return {str(key): _exact(item) for key, item in value.items()}
+    return [_exact(item) for item in value] if isinstance(value, list) else value
 
 
 def combine_groups_for(num_experts: int, largest: int = 8) -> int:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from isoexec.cli import main
-from isoexec.contract import ExecutionContract
+from isoexec.contract import ExecutionContract, contract_for_model
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -32,8 +32,9 @@ def test_a_built_contract_is_shown(tmp_path, capsys):
     built = capsys.readouterr().out
     assert main(["contract", "show", file]) == 0
     shown = capsys.readouterr().out
-    digest = ExecutionContract("Qwen3ForCausalLM", "cpu").digest
+    digest = ExecutionContract.from_json(open(file, encoding="utf-8").read()).digest
     assert digest in built and digest in shown
+    assert contract_for_model(model, "cpu").identities["semantic"] in shown
 
 
 @pytest.mark.parametrize("width, leaves", [(256, 8), (192, 4), (96, 2), (80, 1)])
