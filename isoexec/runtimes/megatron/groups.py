@@ -17,11 +17,14 @@ class ProcessGroups:
     """Groups for given degrees; made when there are none, joined when they fit, ended by who made them.
 
     Args:
-        tensor_parallel, pipeline_parallel: degrees. More than one process needs ``torch.distributed`` initialised by the launcher.
+        tensor_parallel_size, pipeline_parallel_size, expert_parallel_size: degrees; an expert is never cut. More than one process needs
+            ``torch.distributed`` initialised by the launcher.
         seed: of Megatron's random number tracker.
     """
 
-    def __init__(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, seed: int = 0):
+    def __init__(
+        self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, seed: int = 0, expert_parallel_size: int = 1
+    ):
         self._folder = None
         self._began_distributed = not dist.is_initialized()
         if self._began_distributed:
@@ -29,13 +32,17 @@ class ProcessGroups:
         self._began_parallel = not parallel_state.model_parallel_is_initialized()
         if self._began_parallel:
             parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=tensor_parallel_size, pipeline_model_parallel_size=pipeline_parallel_size
+                tensor_model_parallel_size=tensor_parallel_size,
+                pipeline_model_parallel_size=pipeline_parallel_size,
+                expert_model_parallel_size=expert_parallel_size,
+                expert_tensor_parallel_size=1,
             )
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.collection = ProcessGroupCollection.use_mpu_process_groups()
         for name, wanted, group in (
             ("tensor", tensor_parallel_size, self.collection.tp),
             ("pipeline", pipeline_parallel_size, self.collection.pp),
+            ("expert", expert_parallel_size, self.collection.ep),
         ):
             if group.size() != wanted:
                 raise ContractError(

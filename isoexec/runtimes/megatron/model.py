@@ -6,34 +6,37 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from isoexec.contract import ContractError
-from isoexec.runtimes.megatron import checkpoint
+from isoexec.runtimes.megatron import checkpoint, native
+from isoexec.runtimes.megatron.mapping import architecture_of, linear_layers, sparse_layers
 
 
-def transformer_config(hf_config, groups, *, sequence_parallel: bool = False, **overrides) -> TransformerConfig:
-    """Megatron's configuration of an HF Qwen3 model, bf16.
+def transformer_config(hf_config, groups, *, sequence_parallel: bool = False, aux_loss: float = 0.0, **overrides) -> TransformerConfig:
+    """Megatron's configuration of an HF Qwen3 or Qwen3.5 model, bf16.
 
     Args:
         hf_config: transformers config.
         groups: Megatron ``ProcessGroupCollection`` (degrees are read from it).
         sequence_parallel: shard activations between blocks by tokens.
+        aux_loss: coefficient of the router's load-balancing loss.
         overrides: ``TransformerConfig`` fields, e.g. recompute settings.
     """
+    architecture_of(hf_config)
+    text = hf_config.get_text_config()
     fields = dict(
-        num_layers=hf_config.num_hidden_layers,
-        hidden_size=hf_config.hidden_size,
-        num_attention_heads=hf_config.num_attention_heads,
-        num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=hf_config.head_dim,
-        ffn_hidden_size=hf_config.intermediate_size,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        num_attention_heads=text.num_attention_heads,
+        num_query_groups=text.num_key_value_heads,
+        kv_channels=text.head_dim,
+        ffn_hidden_size=getattr(text, "intermediate_size", None) or text.moe_intermediate_size,
         normalization="RMSNorm",
-        layernorm_epsilon=hf_config.rms_norm_eps,
+        layernorm_epsilon=text.rms_norm_eps,
         qk_layernorm=True,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -59,27 +62,67 @@ def transformer_config(hf_config, groups, *, sequence_parallel: bool = False, **
         batch_p2p_comm=False,
         tensor_model_parallel_size=groups.tp.size(),
         pipeline_model_parallel_size=groups.pp.size(),
+        expert_model_parallel_size=groups.ep.size(),
+        expert_tensor_parallel_size=1,
         sequence_parallel=sequence_parallel,
         finalize_model_grads_func=finalize_model_grads,
     )
+    if any(sparse_layers(text)):
+        fields |= _expert_fields(text, aux_loss)
+    if any(linear_layers(text)):
+        fields |= _hybrid_fields(text)
     return TransformerConfig(**{**fields, **overrides})
+
+
+def _expert_fields(text, aux_loss: float) -> dict:
+    shared = getattr(text, "shared_expert_intermediate_size", None)
+    return dict(
+        num_moe_experts=text.num_experts,
+        moe_layer_freq=[int(sparse) for sparse in sparse_layers(text)],
+        moe_ffn_hidden_size=text.moe_intermediate_size,
+        moe_router_topk=text.num_experts_per_tok,
+        # Softmax over the chosen logits alone is the renormalised softmax over all. Qwen3.5's router knows no other.
+        moe_router_pre_softmax=not getattr(text, "norm_topk_prob", True),
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
+        moe_aux_loss_coeff=aux_loss,
+        moe_shared_expert_intermediate_size=shared,
+        moe_shared_expert_gate=shared is not None,
+    )
+
+
+def _hybrid_fields(text) -> dict:
+    return dict(
+        layernorm_zero_centered_gamma=True,
+        attention_output_gate=True,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=[int(linear) for linear in linear_layers(text)],
+        linear_conv_kernel_dim=text.linear_conv_kernel_dim,
+        linear_key_head_dim=text.linear_key_head_dim,
+        linear_value_head_dim=text.linear_value_head_dim,
+        linear_num_key_heads=text.linear_num_key_heads,
+        linear_num_value_heads=text.linear_num_value_heads,
+        deterministic_mode=True,  # upstream's Gated DeltaNet in torch instead of Triton; no layer of ours reads it
+    )
 
 
 def build_model(hf_config, config: TransformerConfig, groups, device) -> torch.nn.Module:
     """``Float16Module(GPTModel)`` of this pipeline stage, on ``device``; parameters are not set yet.
 
-    Under a contract the patched ``GPTModel`` replaces the local layer spec given here.
+    Under a contract the patched ``GPTModel`` replaces the spec of upstream's local layers given here.
     """
+    text = hf_config.get_text_config()
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
-        vocab_size=_padded_vocabulary(hf_config.vocab_size, groups.tp.size()),
-        max_sequence_length=hf_config.max_position_embeddings,
+        transformer_layer_spec=native.decoder_spec(config, groups.pp.rank()),
+        vocab_size=_padded_vocabulary(text.vocab_size, groups.tp.size()),
+        max_sequence_length=text.max_position_embeddings,
         pre_process=groups.pp.rank() == 0,
         post_process=groups.pp.rank() == groups.pp.size() - 1,
         position_embedding_type="rope",
-        rotary_base=rope_theta(hf_config),
-        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        rotary_base=rope_theta(text),
+        rotary_percent=text.rope_parameters.get("partial_rotary_factor", 1.0),
+        share_embeddings_and_output_weights=text.tie_word_embeddings,
         pg_collection=groups,
     )
     return Float16Module(config, model).to(device)
@@ -88,7 +131,14 @@ def build_model(hf_config, config: TransformerConfig, groups, device) -> torch.n
 def load(model: GPTModel, hf_config, folder, groups) -> None:
     """Fill this rank's parameters from an HF folder."""
     checkpoint.load_hf(
-        model, hf_config, folder, layer_offset=layer_offset(model, groups), rank=groups.tp.rank(), ranks=groups.tp.size()
+        model,
+        hf_config,
+        folder,
+        layer_offset=layer_offset(model, groups),
+        rank=groups.tp.rank(),
+        ranks=groups.tp.size(),
+        expert_rank=groups.ep.rank(),
+        expert_ranks=groups.ep.size(),
     )
 
 
@@ -121,13 +171,13 @@ def wrap(model: torch.nn.Module, config: TransformerConfig, groups, lr: float):
     return ddp, optimizer
 
 
-def rope_theta(hf_config) -> float:
+def rope_theta(text) -> float:
     """Base of the rotary embedding.
 
     Raises:
         ContractError: the checkpoint scales its positions.
     """
-    parameters = hf_config.rope_parameters
+    parameters = text.rope_parameters
     if parameters.get("rope_type", "default") != "default":
         raise ContractError(f"rope_parameters.rope_type: expected 'default', found {parameters['rope_type']!r}; scaled rope is not covered")
     return parameters["rope_theta"]

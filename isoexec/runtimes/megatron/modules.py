@@ -10,8 +10,9 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-from isoexec.contract import ContractError
+from isoexec.contract import ContractError, active_contract
 from isoexec.ops import collective, embedding, matmul, norm, rope
+from isoexec.runtimes.megatron import settings
 
 
 class ColumnWeight(ColumnParallelLinear):
@@ -46,6 +47,13 @@ class RMSNorm(NormWeight):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return norm.rms_norm(x, self.weight, self.eps)
+
+
+class ZeroCenteredRMSNorm(NormWeight):
+    """Final norm whose factor is 1 + weight, the weight as the checkpoint has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return norm.zero_centered_rms_norm(x, self.weight, self.eps)
 
 
 class NoAttention(torch.nn.Module):
@@ -92,20 +100,20 @@ class OutputLayer(ColumnParallelLinear):
 
 
 class RopeTable(RotaryEmbedding):
-    """cos and sin of a pack's tokens, computed once per micro-batch and shared by the layers: [2, T, K / 2] fp32.
+    """cos and sin of a pack's tokens, computed once per micro-batch and shared by the layers: [2, T, rotating channels / 2] fp32.
 
     ``GPTModel`` asks for a sequence length and hands the answer back to ``forward``; here the answer is the tokens' positions,
     which restart with every sequence of the pack.
     """
 
     def __init__(self, kv_channels: int, rotary_percent: float, **kwargs):
-        if rotary_percent != 1.0 or kwargs.get("rope_scaling") or kwargs.get("seq_len_interpolation_factor") is not None:
-            raise ContractError(
-                f"rope: expected plain rotary embedding of the whole head, found rotary_percent={rotary_percent}, "
-                f"rope_scaling={kwargs.get('rope_scaling')}, seq_len_interpolation_factor={kwargs.get('seq_len_interpolation_factor')}"
-            )
+        found = {name: kwargs.get(name) for name in ("rope_scaling", "seq_len_interpolation_factor")}
+        if rotary_percent != 1.0 and active_contract().architecture not in settings.PARTIAL_ROPE:
+            found["rotary_percent"] = rotary_percent
+        if any(found.values()):
+            raise ContractError(f"rope: expected the architecture's plain rotary embedding, found {found}; build the model without them")
         super().__init__(kv_channels, rotary_percent, **kwargs)
-        self.head_size, self.theta = kv_channels, float(kwargs["rotary_base"])
+        self.rotary_dim, self.theta = int(kv_channels * rotary_percent), float(kwargs["rotary_base"])
 
     def get_rotary_seq_len(self, inference_context, transformer, transformer_input, transformer_config, packed_seq_params=None, **unused):
         x = transformer_input if transformer_input is not None else transformer.input_tensor
@@ -118,7 +126,7 @@ class RopeTable(RotaryEmbedding):
         return tokens - starts[sequence]
 
     def forward(self, positions: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        return torch.stack(rope.rope_table(positions, self.head_size, self.theta))
+        return torch.stack(rope.rope_table(positions, self.rotary_dim, self.theta))
 
 
 def cu_seqlens(packed_seq_params, tokens: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ class Setting(NamedTuple):
     otherwise: str
 
 
-_QWEN3 = "the architecture would not be Qwen3"
+_OTHER = "the architecture would be another one"
 _UNROUTED = "arithmetic outside the op library"
 
 #: Fields that must hold whatever the architecture.
@@ -47,31 +47,83 @@ COMMON = (
     Setting("heterogeneous_block_specs", (False,), "layers would differ"),
 )
 
+#: What every architecture of ours has in common.
+_DECODER = (
+    Setting("normalization", ("RMSNorm",), _OTHER),
+    Setting("qk_layernorm", (True,), _OTHER),
+    Setting("qk_l2_norm", (False,), _OTHER),
+    Setting("gated_linear_unit", (True,), _OTHER),
+    Setting("activation_func", (F.silu,), _OTHER),
+    Setting("activation_func_clamp_value", (None,), _OTHER),
+    Setting("glu_linear_offset", (0.0,), _OTHER),
+    Setting("add_bias_linear", (False,), _OTHER),
+    Setting("add_qkv_bias", (False,), _OTHER),
+    Setting("softmax_scale", (None,), _OTHER),
+    Setting("softmax_type", ("vanilla",), _OTHER),
+    Setting("window_size", (None,), _OTHER),
+    Setting("no_rope_freq", (None,), _OTHER),
+    Setting("rotary_interleaved", (False,), _OTHER),
+    Setting("multi_latent_attention", (False,), _OTHER),
+    Setting("apply_residual_connection_post_layernorm", (False,), _OTHER),
+)
+
+_QWEN3 = (
+    *_DECODER,
+    Setting("layernorm_zero_centered_gamma", (False,), _OTHER),
+    Setting("attention_output_gate", (False,), _OTHER),
+    Setting("experimental_attention_variant", (None,), _OTHER),
+)
+
+_HYBRID = (
+    *_DECODER,
+    Setting("layernorm_zero_centered_gamma", (True,), "the checkpoint's norm weights would be read as w, not 1 + w"),
+    Setting("attention_output_gate", (True,), _OTHER),
+    Setting("experimental_attention_variant", ("gated_delta_net",), _OTHER),
+)
+
+_NO_EXPERTS = (Setting("num_moe_experts", (None,), _OTHER),)
+
+_EXPERTS = (
+    Setting("expert_tensor_parallel_size", (1,), "the K of an expert's matrices is never split"),
+    Setting("moe_router_score_function", ("softmax",), _OTHER),
+    Setting("moe_router_load_balancing_type", ("none", "aux_loss"), "the router would choose, or be trained, otherwise"),
+    Setting("moe_router_enable_expert_bias", (False,), "the engine's router has no bias"),
+    Setting("moe_router_topk_scaling_factor", (None, 1.0), _OTHER),
+    Setting("moe_router_num_groups", (None,), _OTHER),
+    Setting("moe_router_group_topk", (None,), _OTHER),
+    Setting("moe_router_force_load_balancing", (False,), "tokens would be routed at random"),
+    Setting("moe_router_force_biased", (None,), "tokens would be routed at random"),
+    Setting("moe_enable_routing_replay", (False,), "the router op computes the route, equal to the engine's"),
+    Setting("moe_z_loss_coeff", (None,), "it is not attached to the router op"),
+    Setting("moe_input_jitter_eps", (None,), "the trainer would route another input"),
+    Setting("moe_expert_capacity_factor", (None,), "the trainer would drop tokens"),
+    Setting("moe_expert_rank_capacity_factor", (None,), "the trainer would drop tokens"),
+    Setting("moe_token_dropping", (False,), "the trainer would drop tokens"),
+    Setting("moe_apply_probs_on_input", (False,), "weights are applied to the experts' outputs"),
+    Setting("moe_latent_size", (None,), _OTHER),
+    Setting("moe_mlp_glu_interleave_size", (None,), "gate and up rows would be interleaved"),
+    Setting("moe_grouped_gemm", (False,), "experts hold one matrix each, and the grouped product is an op"),
+    Setting("moe_shared_expert_overlap", (False,), "its streams would not be waited for"),
+    Setting("overlap_moe_expert_parallel_comm", (False,), "the schedule would not run whole layers"),
+)
+
+_SHARED_EXPERT = (
+    Setting("moe_shared_expert_gate", (True,), _OTHER),
+    Setting("moe_router_pre_softmax", (False,), "its router always renormalises"),
+)
+
 #: HF architecture -> fields that make a Megatron model that architecture.
 ARCHITECTURES: dict[str, tuple[Setting, ...]] = {
-    "Qwen3ForCausalLM": (
-        Setting("normalization", ("RMSNorm",), _QWEN3),
-        Setting("layernorm_zero_centered_gamma", (False,), _QWEN3),
-        Setting("qk_layernorm", (True,), _QWEN3),
-        Setting("qk_l2_norm", (False,), _QWEN3),
-        Setting("gated_linear_unit", (True,), _QWEN3),
-        Setting("activation_func", (F.silu,), _QWEN3),
-        Setting("activation_func_clamp_value", (None,), _QWEN3),
-        Setting("glu_linear_offset", (0.0,), _QWEN3),
-        Setting("add_bias_linear", (False,), _QWEN3),
-        Setting("add_qkv_bias", (False,), _QWEN3),
-        Setting("attention_output_gate", (False,), _QWEN3),
-        Setting("softmax_scale", (None,), _QWEN3),
-        Setting("softmax_type", ("vanilla",), _QWEN3),
-        Setting("window_size", (None,), _QWEN3),
-        Setting("no_rope_freq", (None,), _QWEN3),
-        Setting("rotary_interleaved", (False,), _QWEN3),
-        Setting("multi_latent_attention", (False,), _QWEN3),
-        Setting("experimental_attention_variant", (None,), _QWEN3),
-        Setting("num_moe_experts", (None,), _QWEN3),
-        Setting("apply_residual_connection_post_layernorm", (False,), _QWEN3),
-    ),
+    "Qwen3ForCausalLM": _QWEN3 + _NO_EXPERTS,
+    "Qwen3MoeForCausalLM": (*_QWEN3, *_EXPERTS, Setting("moe_shared_expert_intermediate_size", (None,), _OTHER)),
+    "Qwen3_5ForCausalLM": _HYBRID + _NO_EXPERTS,
+    "Qwen3_5ForConditionalGeneration": _HYBRID + _NO_EXPERTS,
+    "Qwen3_5MoeForCausalLM": _HYBRID + _EXPERTS + _SHARED_EXPERT,
+    "Qwen3_5MoeForConditionalGeneration": _HYBRID + _EXPERTS + _SHARED_EXPERT,
 }
+
+#: Architectures whose rotary embedding turns part of a head.
+PARTIAL_ROPE = tuple(name for name in ARCHITECTURES if name.startswith("Qwen3_5"))
 
 #: (claim, config field): the degree in use must not exceed the claim.
 _DEGREES = (
@@ -113,6 +165,8 @@ def check(contract: ExecutionContract, config) -> None:
                 "with the larger claim"
             )
     _check_tensor_parallel(contract, config)
+    if config.num_moe_experts is not None:
+        _check_experts(contract, config)
 
 
 def _check_setting(setting: Setting, found) -> None:
@@ -140,6 +194,20 @@ def _check_tensor_parallel(contract: ExecutionContract, config) -> None:
     if config.sequence_parallel and not contract.claims.trainer_sp:
         raise ContractError(
             "sequence_parallel: the contract claims false (claims.trainer_sp), found True; switch it off, or build a contract that claims it"
+        )
+
+
+def _check_experts(contract: ExecutionContract, config) -> None:
+    groups = contract.numerics.combine_groups
+    if config.num_moe_experts % groups or groups % config.expert_model_parallel_size:
+        raise ContractError(
+            f"expert_model_parallel_size: expected a divisor of numerics.combine_groups {groups}, and that one of {config.num_moe_experts} "
+            f"experts, found {config.expert_model_parallel_size}; lower it, or build the contract from the checkpoint"
+        )
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise ContractError(
+            "sequence_parallel: expected True with experts under tensor parallelism, found False: every rank would train the experts on the "
+            "same tokens; switch it on"
         )
 
 

@@ -25,6 +25,7 @@ from isoexec.ops._core.bits import row_digests
 from isoexec.runtimes.megatron import checkpoint, packing
 from isoexec.runtimes.megatron import model as models
 from isoexec.runtimes.megatron.groups import ProcessGroups
+from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
 from isoexec.runtimes.megatron.packing import MicroBatch, Pair
 from isoexec.runtimes.megatron.scoring import scorer
 
@@ -45,7 +46,9 @@ class PolicyTrainer:
         model: HF-format folder (config and safetensors).
         lr: Adam's learning rate.
         recompute: recompute activations in :meth:`train_step` (full, uniform).
-        tensor_parallel, pipeline_parallel, sequence_parallel: layout; more than one process needs ``torch.distributed`` initialised.
+        tensor_parallel, pipeline_parallel, sequence_parallel, expert_parallel: layout; more than one process needs ``torch.distributed``
+            initialised. Expert-parallel ranks share out the tensor- and data-parallel ones.
+        aux_loss: coefficient of the router's load-balancing loss in :meth:`train_step`; 0 leaves it out.
         seed: of Megatron's random number tracker.
 
     Raises:
@@ -61,28 +64,31 @@ class PolicyTrainer:
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         sequence_parallel: bool = False,
+        expert_parallel: int = 1,
+        aux_loss: float = 0.0,
         seed: int = 0,
     ):
         self.contract = active_contract()
         self.hf_config = AutoConfig.from_pretrained(model)
-        self._groups = ProcessGroups(tensor_parallel, pipeline_parallel, seed)
+        self._groups = ProcessGroups(tensor_parallel, pipeline_parallel, seed, expert_parallel)
         try:
-            self._build(model, lr, recompute, sequence_parallel)
+            self._build(model, lr, recompute, sequence_parallel, aux_loss)
         except BaseException:
             self.close()
             raise
 
-    def _build(self, folder: str, lr: float, recompute: bool, sequence_parallel: bool) -> None:
+    def _build(self, folder: str, lr: float, recompute: bool, sequence_parallel: bool, aux_loss: float) -> None:
         groups = self._groups.collection
         self.device = torch.device(device_type())
-        self.config = models.transformer_config(self.hf_config, groups, sequence_parallel=sequence_parallel)
+        self.config = models.transformer_config(self.hf_config, groups, sequence_parallel=sequence_parallel, aux_loss=aux_loss)
         float16 = models.build_model(self.hf_config, self.config, groups, self.device)
         self.gpt = float16.module
+        self._files = HFFiles(folder)
         models.load(self.gpt, self.hf_config, folder, groups)
         self.ddp, self.optimizer = models.wrap(float16, self.config, groups, lr)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._recompute = recompute
-        self._scorer = scorer(self.contract, self.hf_config.vocab_size, groups.tp, sequence_parallel)
+        self._scorer = scorer(self.contract, self.hf_config.get_text_config().vocab_size, groups.tp, sequence_parallel)
         self._multiple_of = groups.tp.size() if sequence_parallel else 1
 
     def logprobs(
@@ -143,10 +149,10 @@ class PolicyTrainer:
         return {"loss": sum(losses) / len(batches) if losses else None, "grad_norm": float(grad_norm)}
 
     def export_hf(self, path: str) -> None:
-        """Write ``path/model.safetensors`` with HF names, bf16; every rank calls, rank 0 writes."""
+        """Write ``path/model.safetensors`` with the names and in the form of the checkpoint; every rank calls, rank 0 writes."""
         tensors = self._hf_tensors(torch.Tensor.detach)
         if torch.distributed.get_rank() == 0:
-            checkpoint.save_hf(tensors, path)
+            save_hf(self._files.in_stored_form(tensors), path)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """fp32 gradients of the last :meth:`train_step`, clipped, by HF name; one data-parallel rank only. Every rank calls."""
@@ -155,9 +161,10 @@ class PolicyTrainer:
     def _hf_tensors(self, read) -> dict[str, torch.Tensor]:
         groups = self._groups.collection
         offset = models.layer_offset(self.gpt, groups)
-        return checkpoint.gather_stages(
-            checkpoint.hf_tensors(self.gpt, self.hf_config, layer_offset=offset, group=groups.tp, read=read), groups.pp
+        stage = checkpoint.hf_tensors(
+            self.gpt, self.hf_config, layer_offset=offset, group=groups.tp, expert_group=groups.ep, read=read
         )
+        return checkpoint.gather_ranks(stage, groups.pp)
 
     def close(self) -> None:
         """Free the model and end the process groups that this trainer made."""

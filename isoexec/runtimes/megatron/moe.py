@@ -1,0 +1,86 @@
+"""Routed and shared experts under a contract: Megatron's modules hold the parameters, the router's training terms hang on its weights."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+from isoexec.models.qwen3_5_moe import SharedExpert
+from isoexec.models.qwen3_moe import SparseMLP
+from isoexec.ops import moe
+from isoexec.runtimes.megatron.layers import mlp_submodules
+
+Tensor = torch.Tensor
+
+
+class RouterWeight(TopKRouter):
+    """[E, D] bf16 on every rank."""
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+    def on_route(self, logits: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """``weights`` themselves; in training with an auxiliary loss its gradient joins theirs, as upstream's router attaches it.
+
+        The loss is that of the micro-batch: of all its tokens, wherever sequence parallelism put them. The pass that activation
+        recomputation throws away runs without gradients and counts nothing.
+        """
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if not (coefficient and self.training and torch.is_grad_enabled()):
+            return weights
+        counts = moe.tokens_per_expert(experts, num_experts=self.num_experts)
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(counts, group=self.tp_cp_group)  # integers: any order
+        loss = moe.load_balancing_loss(
+            logits, counts, total_tokens=len(logits) * self.tp_cp_group.size(), top_k=self.topk, coefficient=coefficient
+        )
+        return self.attach_and_log_load_balancing_loss(
+            weights, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=len(logits)
+        )
+
+
+class ExpertWeights(SequentialMLP):
+    """gate_up E' times [2 F, D] and down E' times [D, F], bf16: the experts of this rank."""
+
+    def forward(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [expert.linear_fc1() for expert in self.local_experts], [expert.linear_fc2() for expert in self.local_experts]
+
+
+class SharedExpertWeights(SharedExpertMLP):
+    """The shared expert: an ordinary tensor-parallel MLP, and its gate on every rank."""
+
+    def forward(self) -> SharedExpert:
+        return SharedExpert(gate_up=self.linear_fc1(), down=self.linear_fc2(), gate=self.gate_weight)
+
+
+class SparseWeights(MoELayer):
+    """Router and experts of one layer."""
+
+    def forward(self) -> SparseMLP:
+        gate_up, down = self.experts()
+        return SparseMLP(
+            router=self.router(), gate_up=gate_up, down=down, top_k=self.router.topk, renormalize=not self.config.moe_router_pre_softmax
+        )
+
+    @property
+    def expert_parallel(self) -> moe.ExpertParallel | None:
+        """The ops' view of the expert-parallel group, whose ranks bring tokens of their own; None for a group of one."""
+        return moe.ExpertParallel(self.ep_group) if self.ep_group.size() > 1 else None
+
+
+def sparse_mlp(shared: bool = False):
+    """Builder of :class:`SparseWeights`."""
+    return functools.partial(
+        SparseWeights,
+        submodules=MoESubmodules(
+            router=RouterWeight,
+            experts=functools.partial(ExpertWeights, submodules=mlp_submodules()),
+            shared_experts=functools.partial(SharedExpertWeights, submodules=mlp_submodules()) if shared else None,
+        ),
+    )
