@@ -13,24 +13,52 @@ PLANTED_WEIGHT = "layers.0.input_layernorm.weight"
 
 
 def plant_ulp(model: Path, folder: Path) -> str:
-    """Copy ``model`` to ``folder`` and move the first element of one bf16 weight by one ulp.
+    """Make ``folder`` the checkpoint ``model`` with the first element of one bf16 weight moved by one ulp.
+
+    Only the file that holds the weight is copied; the others are links, since a checkpoint may be large.
 
     Returns:
         The name of the weight.
 
     Raises:
-        ContractError: no shard holds a bf16 weight whose name ends in :data:`PLANTED_WEIGHT`.
+        ContractError: a safetensors file is not whole, or none holds a bf16 weight whose name ends in :data:`PLANTED_WEIGHT`.
     """
-    shutil.copytree(model, folder)
-    for shard in sorted(folder.glob("*.safetensors")):
-        with open(shard, "r+b") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_size))
-            for name, entry in header.items():
-                if name.endswith(PLANTED_WEIGHT) and entry["dtype"] == "BF16":
-                    file.seek(8 + header_size + entry["data_offsets"][0])
-                    low_byte = file.read(1)[0]
-                    file.seek(-1, 1)
-                    file.write(bytes([low_byte ^ 1]))  # the lowest bit of the mantissa
-                    return name
+    headers = {shard: _header(shard) for shard in sorted(model.glob("*.safetensors"))}
+    for shard, (header, data_start) in headers.items():
+        for name, entry in header.items():
+            if name.endswith(PLANTED_WEIGHT) and entry["dtype"] == "BF16":
+                folder.mkdir()
+                for file in model.iterdir():
+                    if file.is_file() and file != shard:
+                        (folder / file.name).symlink_to(file.resolve())
+                shutil.copyfile(shard, folder / shard.name)  # not its permissions: it may be read-only
+                _flip_lowest_bit(folder / shard.name, data_start + entry["data_offsets"][0])
+                return name
     raise ContractError(f"model {str(model)!r}: no bf16 weight {PLANTED_WEIGHT!r} in its safetensors to plant a fault in")
+
+
+def _header(shard: Path) -> tuple[dict, int]:
+    """Tensors of a safetensors file by name, and where their data starts."""
+    size = shard.stat().st_size
+    with open(shard, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(length, size)))
+            header.pop("__metadata__", None)
+            expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, AttributeError, LookupError, TypeError):
+            raise ContractError(f"model {str(shard.parent)!r}: {shard.name} is no safetensors file; download or convert it again") from None
+    if size != expected:
+        raise ContractError(
+            f"model {str(shard.parent)!r}: {shard.name} is not whole: expected {expected} bytes, found {size}; download or convert it again"
+        )
+    return header, 8 + length
+
+
+def _flip_lowest_bit(path: Path, offset: int) -> None:
+    """Of the mantissa of the little-endian value at ``offset``."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        low_byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([low_byte ^ 1]))
