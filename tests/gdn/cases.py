@@ -27,9 +27,9 @@ def inputs(lengths, H=1, HV=2, K=32, V=32, seed=0, device="cpu", correlation=0.6
     return [x.to(device) for x in (q, k, v, g, beta)]
 
 
-def dirty_pool(slots, H=1, HV=2, K=32, V=32, chunk=16, device="cpu"):
+def dirty_pool(slots, H=1, HV=2, K=32, V=32, chunk=16, device="cpu", kind=gdn.StatePool):
     """A pool whose every slot holds NaN bits."""
-    pool = gdn.StatePool.empty(slots, H, HV, K, V, chunk, device)
+    pool = kind.empty(slots, H, HV, K, V, chunk, device)
     for tensor in pool.tensors():
         tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).fill_(-1)
     return pool
@@ -47,7 +47,8 @@ def select(x, rows):
 class Engine:
     """Drives prefill pieces and decode steps over a pool as an engine would, in ragged, shuffled batches."""
 
-    def __init__(self, x, lengths, pool, slots):
+    def __init__(self, x, lengths, pool, slots, form="cpr_wy"):
+        self.core = {case: getattr(gdn, f"{form}_{case}") for case in ("prefill", "decode")}
         self.x, self.lengths, self.pool, self.slots = x, lengths, pool, slots
         self.device = x[0].device
         self.first = [sum(lengths[:n]) for n in range(len(lengths))]
@@ -62,15 +63,15 @@ class Engine:
         rows = [self.first[n] + self.done[n] + j for n, count in pieces.items() for j in range(count)]
         plan = gdn.Plan(list(pieces.values()), self.pool.chunk, [self.done[n] for n in pieces], self.device)
         slots = self._int([self.slots[n] for n in pieces])
-        out = gdn.cpr_wy_prefill(*select(self.x, rows), plan, self.pool, slots, out_dtype=F32)
+        out = self.core["prefill"](*select(self.x, rows), plan, self.pool, slots, out_dtype=F32)
         self.o[torch.tensor(rows, dtype=torch.long, device=self.device)] = out
         for n, count in pieces.items():
             self.done[n] += count
 
     def decode(self, who: list[int], **kw):
         rows = [self.first[n] + self.done[n] for n in who]
-        out = gdn.cpr_wy_decode(*select(self.x, rows), self.pool, self._int([self.slots[n] for n in who]),
-                                self._int([self.done[n] for n in who]), out_dtype=F32, **kw)  # fmt: skip
+        slots, positions = self._int([self.slots[n] for n in who]), self._int([self.done[n] for n in who])
+        out = self.core["decode"](*select(self.x, rows), self.pool, slots, positions, out_dtype=F32, **kw)
         self.o[torch.tensor(rows, dtype=torch.long, device=self.device)] = out
         for n in who:
             self.done[n] += 1
@@ -102,7 +103,7 @@ class Engine:
 
 
 def assert_same_state(a, b, what):
-    for field, x, y in zip(("S", "k", "rhs", "gates"), a, b):
+    for field, x, y in zip(("S", "k", "rhs", "gates", "now"), a, b):
         assert_bit_equal(x, y, f"{what}, {field}")
 
 

@@ -1,4 +1,6 @@
-"""Gated DeltaNet: causal convolution, gating, l2norm and the delta-rule core `cpr_wy`, for trainer, prefill and decode.
+"""Gated DeltaNet: causal convolution, gating, l2norm and the delta-rule core, for trainer, prefill and decode.
+
+The core has two forms, one of which a contract names: `cpr_wy` (reference.py) and `cpr` (reference_cpr.py, on the CPU only).
 
 One chunk size C serves every case (a contract constant). Per value head, with S_t [V, K]:
 S_t = e^{g_t} S_{t-1} + beta_t (v_t - e^{g_t} S_{t-1} k_t) k_t^T,  o_t = scale S_t q_t.
@@ -10,10 +12,14 @@ from __future__ import annotations
 import torch
 
 from isoexec.ops._core.registry import op
-from isoexec.ops.gdn.state import Plan, StatePool, join_planes, split_planes
+from isoexec.ops.gdn.state import Plan, RecurrentPool, StatePool, join_planes, split_planes
 
-__all__ = ["Plan", "StatePool", "conv1d", "conv1d_step", "cpr_wy", "cpr_wy_decode", "cpr_wy_prefill", "gating", "join_planes",
-           "l2norm", "mixer_inputs", "mixer_step_inputs", "split_planes"]  # fmt: skip
+__all__ = ["POOLS", "Plan", "RecurrentPool", "StatePool", "conv1d", "conv1d_step", "cpr", "cpr_decode", "cpr_prefill",
+           "cpr_wy", "cpr_wy_decode", "cpr_wy_prefill", "gating", "join_planes", "l2norm", "mixer_inputs",
+           "mixer_step_inputs", "split_planes"]  # fmt: skip
+
+#: Form of the core -> what a sequence's state lies in; its ops are `<form>` (trainer), `<form>_prefill` and `<form>_decode`.
+POOLS = {"cpr": RecurrentPool, "cpr_wy": StatePool}
 
 _CORE_HAZARDS = (
     "the cumulative decay is one sequential fp32 sum in every case",
@@ -164,3 +170,50 @@ def cpr_wy_decode(
 ) -> torch.Tensor:
     """One token per lane. q, k [B, H, K], v [B, HV, V], g, beta [B, HV]; slots, positions [B] int32: the lane's slot (< 0 or
     null_slot: inert, its output is +0.0) and the token's absolute position. Advances the slots in place -> o [B, HV, V]."""
+
+
+@op("gdn.cpr", cpu=".reference_cpr:train", hazards=_CORE_HAZARDS)
+def cpr(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    plan: Plan,
+    scale: float | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Trainer, form `cpr`: a token recurrence inside chunks, from the boundary states of `cpr_wy`. Arguments and result as `cpr_wy`."""
+
+
+@op("gdn.cpr_prefill", cpu=".reference_cpr:prefill", hazards=_CORE_HAZARDS)
+def cpr_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    plan: Plan,
+    pool: RecurrentPool,
+    slots: torch.Tensor,
+    scale: float | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """A piece of each sequence; as `cpr_wy_prefill`, on the pool of this form."""
+
+
+@op("gdn.cpr_decode", cpu=".reference_cpr:decode", hazards=_CORE_HAZARDS)
+def cpr_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    pool: RecurrentPool,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float | None = None,
+    null_slot: int = -1,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """One token per lane; as `cpr_wy_decode`, on the pool of this form."""

@@ -86,7 +86,7 @@ def run(q, k, v, g, beta, plan: Plan, pool: StatePool | None = None, slots=None,
     q, k [T, H, K] bf16 (normalised), v [T, HV, V] bf16, g, beta [T, HV] fp32; slots: one int per sequence.
     """
     (H, K), (HV, V), C = q.shape[1:], v.shape[1:], plan.chunk
-    check_finite(q=q, k=k, v=v, g=g, beta=beta)
+    check_finite("gdn.cpr_wy", q=q, k=k, v=v, g=g, beta=beta)
     scale = K**-0.5 if scale is None else scale
     o = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     S = {}  # sequence -> [HV, V, K]
@@ -144,12 +144,12 @@ def _boundary(plan: Plan, pool, slots, n: int, HV: int, V: int, K: int, like) ->
     return join_planes(pool.high[slots[n]], pool.low[slots[n]])
 
 
-def check_finite(**rows: torch.Tensor) -> None:
+def check_finite(op: str, /, **rows: torch.Tensor) -> None:
     """Refuse non-finite rows: 0 * inf in a tile's product would reach earlier rows, in the trainer only."""
     for name, x in rows.items():
         if not bool(torch.isfinite(x).all()):
             bad = (~torch.isfinite(x)).flatten(1).any(1).nonzero()[0].item()
             raise ContractError(
-                f"op gdn.cpr_wy: {name} of row {bad} is not finite; expected finite rows. Find the op that produced it "
+                f"op {op}: {name} of row {bad} is not finite; expected finite rows. Find the op that produced it "
                 f"(isoexec trace) before trusting any logprob of this batch"
             )

@@ -85,6 +85,30 @@ class StatePool:
         return S, self.k[slot, :, :t], self.rhs[slot, :, :t], self.gates[slot, :, :, :t]
 
 
+@dataclass(frozen=True)
+class RecurrentPool(StatePool):
+    """Slots of the form `cpr`: those of `cpr_wy`, and the running state of the open chunk.
+
+    Attributes:
+        now: [slots, HV, V, K] fp32, the state after the last token; meaningful only inside a chunk.
+    """
+
+    now: torch.Tensor
+
+    @staticmethod
+    def spec(H: int, HV: int, K: int, V: int, chunk: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Field -> (shape of one slot, dtype)."""
+        return StatePool.spec(H, HV, K, V, chunk) | {"now": ((HV, V, K), torch.float32)}
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return *super().tensors(), self.now
+
+    def live(self, slot: int, position: int) -> tuple[torch.Tensor, ...]:
+        """As :meth:`StatePool.live`, then the running state, zeros where no chunk is open."""
+        now = self.now[slot] if position % self.chunk else torch.zeros_like(self.now[slot])
+        return *super().live(slot, position), now
+
+
 class Plan:
     """Chunk tables of a packed batch, built once on the host and shared by every layer.
 
