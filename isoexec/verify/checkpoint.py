@@ -99,8 +99,8 @@ _HYBRID_SIZES = dict(
 )
 _VISION_SIZES = dict(depth=1, hidden_size=64, intermediate_size=64, num_heads=4, out_hidden_size=128, num_position_embeddings=64)
 
-#: HF architecture name -> function from size overrides to (model class, config). Every fourth layer of a hybrid attends. The ``ForConditionalGeneration`` ones carry a vision tower,
-#: as the published checkpoints do; their sizes are those of the text model.
+#: HF architecture name -> function from size overrides to (model class, config). Every fourth layer of a hybrid attends. The
+#: ``ForConditionalGeneration`` ones carry a vision tower, as the published checkpoints do; sizes are those of the text model.
 ARCHITECTURES: dict[str, Callable] = {
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,

@@ -1,8 +1,8 @@
 """How many cache blocks an engine needs, hybrids included.
 
 In a hybrid, attention blocks and states of Gated DeltaNet layers are pages of one size from one pool. vLLM enlarges the block until a
-page holds a state, and counts blocks of a pool that several layer groups share; this module follows it, so that both arms of a
-verification (with and without a contract, whose states differ in size) run on the same blocks.
+page holds a state, and counts blocks of a pool that several layer groups share; this module follows it. Without a contract the state
+of the default form is counted, which is larger than upstream's, so that a verification's two arms run on the same blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import prod
 
 from isoexec.contract import Numerics
-from isoexec.ops.gdn import StatePool
+from isoexec.ops.gdn import POOLS
 
 _BF16 = 2
 
@@ -54,7 +54,8 @@ def _state_bytes(text: dict, numerics: Numerics) -> int:
     H, HV = text["linear_num_key_heads"], text["linear_num_value_heads"]
     K, V = text["linear_key_head_dim"], text["linear_value_head_dim"]
     window = (text["linear_conv_kernel_dim"] - 1) * (2 * H * K + HV * V) * _BF16
-    return window + sum(prod(shape) * dtype.itemsize for shape, dtype in StatePool.spec(H, HV, K, V, numerics.gdn_chunk).values())
+    pool = POOLS[numerics.gdn_form].spec(H, HV, K, V, numerics.gdn_chunk)
+    return window + sum(prod(shape) * dtype.itemsize for shape, dtype in pool.values())
 
 
 def _groups(attention: int, linear: int) -> tuple[int, int]:

@@ -210,7 +210,10 @@ class RolloutEngine:
         self.reset_prefix_cache()
 
     def fill_kv_cache(self, value: float) -> None:
-        """Overwrite the whole KV cache and every state, e.g. with NaN, so that reading what no token wrote shows. No sequence may be running."""
+        """Overwrite the whole KV cache and every state, e.g. with NaN, so that reading what no token wrote shows.
+
+        No sequence may be running.
+        """
         for cache in self._runner.kv_caches:
             for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
                 tensor.fill_(value if tensor.is_floating_point() else -1)

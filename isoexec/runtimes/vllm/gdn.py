@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
 
 #: ``numerics.gdn_form`` -> ops. settings.check refuses a form that is not here.
-FORMS = {"cpr_wy": Form(gdn.StatePool, gdn.cpr_wy_prefill, gdn.cpr_wy_decode)}
+FORMS = {form: Form(pool, getattr(gdn, f"{form}_prefill"), getattr(gdn, f"{form}_decode")) for form, pool in gdn.POOLS.items()}
 
 
 def state_shapes(contract: ExecutionContract, key_heads: int, value_heads: int, key_dim: int, value_dim: int, taps: int):
@@ -85,8 +85,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self.cache_mode = vllm_config.cache_config.mamba_cache_mode
         if self.cache_mode != "none" and kv_cache_spec.block_size % self.chunk:
             raise ContractError(
-                f"op gdn: block_size: expected a multiple of numerics.gdn_chunk {self.chunk}, found {kv_cache_spec.block_size}: a cached state "
-                "would lie inside a chunk; set block_size to such a multiple, or enable_prefix_caching=False"
+                f"op gdn: block_size: expected a multiple of numerics.gdn_chunk {self.chunk}, found {kv_cache_spec.block_size}: a cached "
+                "state would lie inside a chunk; set block_size to such a multiple, or enable_prefix_caching=False"
             )
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Metadata:

@@ -88,8 +88,8 @@ def gated_delta_net(layer) -> qwen3_5.GatedDeltaNet:
     for name in ("A_log", "dt_bias"):
         if getattr(layer, name).dtype != torch.float32:
             raise ContractError(
-                f"op gdn.gating: {layer.prefix}.{name}: expected torch.float32, found {getattr(layer, name).dtype}: a rounded one is another "
-                "decay; build the patched vLLM (make build), and sync weights without casting it"
+                f"op gdn.gating: {layer.prefix}.{name}: expected torch.float32, found {getattr(layer, name).dtype}: a rounded one is "
+                "another decay; build the patched vLLM (make build), and sync weights without casting it"
             )
     channels, value_dim = 2 * layer.key_dim + layer.value_dim, layer.head_v_dim
 

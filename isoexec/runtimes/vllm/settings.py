@@ -167,8 +167,8 @@ def _check_numerics(contract: ExecutionContract, text_config) -> None:
 
         if numerics.gdn_form not in FORMS:
             raise ContractError(
-                f"numerics.gdn_form: the vLLM runtime runs {', '.join(FORMS)}, the contract asks for {numerics.gdn_form!r}; rebuild the contract "
-                "with a form that the op library implements"
+                f"numerics.gdn_form: the vLLM runtime runs {', '.join(FORMS)}, the contract asks for {numerics.gdn_form!r}; rebuild the "
+                "contract with a form that the op library implements"
             )
 
 
