@@ -33,12 +33,9 @@ COLUMNS = ["op", "stage", "shape", "ours_us", "native_us", "ratio", "native", "t
 TARGETS = {("cpr_wy", "trainer forward + backward"): 1.02, ("cpr_wy", "prefill"): 0.80, ("mixer", "prefill"): 0.90, ("mixer", "decode"): 0.90}
 DECODE_TARGETS = {1: 1.5, 8: 1.5, 64: 0.70, 256: 0.70}
 CANDIDATES = {
-    ("chain_narrow", "1x10240"): [dict(BV=16, num_warps=1, stages=2), dict(BV=16, num_warps=1, stages=2, unroll=2), dict(BV=16, num_warps=1, stages=2, unroll=4),
-                           dict(BV=16, num_warps=2, stages=2, unroll=2), dict(BV=64, num_warps=4, stages=2, unroll=2)],
-    ("back_block", "8x1280"): [dict(BK=64, BV=64, num_warps=8), dict(BK=64, BV=64, num_warps=8, maxnreg=128), dict(BK=64, BV=32, num_warps=8, maxnreg=128),
-                               dict(BK=32, BV=64, num_warps=4), dict(BK=32, BV=64, num_warps=4, maxnreg=128), dict(BK=64, BV=64, num_warps=4)],
-    ("back_inner", "8x1280"): [dict(BV=64, num_warps=4), dict(BV=64, num_warps=8), dict(BV=32, num_warps=4), dict(BV=128, num_warps=4)],
-    ("back_chain", "8x1280"): [dict(BV=64, num_warps=4, stages=2), dict(BV=64, num_warps=4, stages=3), dict(BV=32, num_warps=2, stages=2)],
+    ("chain_narrow", "1x10240"): [dict(BV=16, num_warps=1, stages=2), dict(BV=16, num_warps=1, stages=2, unroll=4)],
+    ("chain", "8x1280"): [dict(BV=64, num_warps=4, stages=2), dict(BV=64, num_warps=4, stages=2, unroll=2), dict(BV=16, num_warps=1, stages=2, unroll=4)],
+    ("back_block", "8x1280"): [dict(BK=64, BV=64, num_warps=8), dict(BK=64, BV=32, num_warps=8)],
 }  # fmt: skip
 
 
@@ -202,7 +199,7 @@ def sweep(shapes):
     best = {}
     for (kernel, shape), entries in CANDIDATES.items():
         case, times = shapes(shape), []
-        fn = case.forward if kernel == "chain_narrow" else case.backward(case.saved())
+        fn = case.forward if kernel.startswith("chain") else case.backward(case.saved())
         for entry in entries:
             launch.TABLE[kernel] = {**launch.TABLE[kernel], str(C): entry}
             try:
@@ -291,7 +288,7 @@ def warm(shapes, share, of):
                 case = shapes(shape)
                 saved = launch.TABLE[kernel]
                 launch.TABLE[kernel] = {**saved, str(C): entry}
-                (case.forward if kernel == "chain_narrow" else case.backward(case.saved()))()
+                (case.forward if kernel.startswith("chain") else case.backward(case.saved()))()
                 launch.TABLE[kernel] = saved
 
             jobs.append(job)
@@ -307,7 +304,7 @@ def warm(shapes, share, of):
             print("warm:", str(error)[:300], flush=True)
 
 
-def warm_all(argv, processes=12, limit_s=150):
+def warm_all(argv, processes=12, limit_s=90):
     """Compile in parallel processes, then return."""
     started = time.time()
     children = [subprocess.Popen([sys.executable, "-m", "bench.gdn", *argv, "--warm", str(i), str(processes)]) for i in range(processes)]
