@@ -1,8 +1,10 @@
-"""In-process engines of a small Qwen3. Importing vLLM costs far more than an engine, so all of them live in this process."""
+"""In-process engines of small models. Importing vLLM costs far more than an engine, so all of them live in this process."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import random
 
 import pytest
@@ -30,6 +32,27 @@ def contract_file(checkpoint, tmp_path_factory):
     path = tmp_path_factory.mktemp("contract") / "contract.json"
     path.write_text(contract_for_model(str(checkpoint), "cpu").to_json())
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """``made(architecture, seed=0, **numerics)`` -> (checkpoint folder, contract file with these constants); a checkpoint is made once."""
+
+    @functools.cache
+    def checkpoint(architecture, seed):
+        from isoexec.verify.checkpoint import make_checkpoint
+
+        return make_checkpoint(tmp_path_factory.mktemp("model") / architecture, architecture, seed=seed)
+
+    def make(architecture, seed=0, **numerics):
+        folder = checkpoint(architecture, seed)
+        contract = contract_for_model(str(folder), "cpu")
+        contract = dataclasses.replace(contract, numerics=dataclasses.replace(contract.numerics, **numerics))
+        path = tmp_path_factory.mktemp("contract") / "contract.json"
+        path.write_text(contract.to_json())
+        return folder, str(path)
+
+    return make
 
 
 @pytest.fixture(scope="session")
