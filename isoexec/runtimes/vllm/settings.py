@@ -165,10 +165,11 @@ def _check_numerics(contract: ExecutionContract, text_config) -> None:
     if "linear_attention" in (getattr(text_config, "layer_types", None) or ()):
         from isoexec.runtimes.vllm.gdn import FORMS
 
-        if numerics.gdn_form not in FORMS:
+        forms = [name for name, form in FORMS.items() if contract.backend in form.prefill.declaration.implementations]
+        if numerics.gdn_form not in forms:
             raise ContractError(
-                f"numerics.gdn_form: the vLLM runtime runs {', '.join(FORMS)}, the contract asks for {numerics.gdn_form!r}; rebuild the "
-                "contract with a form that the op library implements"
+                f"numerics.gdn_form: expected {' or '.join(map(repr, forms))} on {contract.backend}, found {numerics.gdn_form!r}; rebuild the "
+                "contract with a form that the op library implements there"
             )
 
 
