@@ -23,8 +23,8 @@ build: ## trees, patches and environment in build/<backend>/ (again: only what c
 test: build patches-check ## the test suite, in the built environment (ARGS= goes to pytest)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(bin)/python -m pytest $(ARGS)
 
-verify-logprobs: build ## both runtimes on the same tokens: logprobs must be equal, bit for bit (MODEL=, ARGS=)
-	@$(bin)/isoexec verify $(if $(MODEL),--model "$(MODEL)") $(if $(FULL),--full) $(ARGS)
+verify-logprobs: build ## both runtimes on the same tokens: logprobs must be equal, bit for bit (MODEL=, FULL=1, ARGS=)
+	@$(bin)/isoexec verify $(if $(MODEL),--model "$(MODEL)") $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
 
 patches-check: ## prove from the archives that the patch series, their export and the built trees agree
 	@scripts/patches check --backend $(chosen)
