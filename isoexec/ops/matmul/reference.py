@@ -1,7 +1,7 @@
 """Matrix products of the CPU backend: fp32 tiles of one shape, [32, K] x [K, 64], so that the BLAS picks one order of additions.
 
 A wider call is faster, but its blocking may follow the number of rows or columns. Tiles are padded with zeros and batched: a batched
-product gives every tile the bits of that tile alone (tests/ops/test_matmul.py shows it for batch, position, layout and threads).
+product gives every tile the bits of that tile alone (tests/ops/test_matmul_cpu.py shows it for batch, position, layout and threads).
 """
 
 from __future__ import annotations
