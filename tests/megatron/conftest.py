@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
-from isoexec.contract import CONTRACT_VARIABLE
+from isoexec.contract import CONTRACT_VARIABLE, Claims
 from isoexec.contract.build import contract_for_model
 
 
@@ -22,6 +23,28 @@ def tied_folder(tmp_path_factory):
     from isoexec.verify.checkpoint import make_checkpoint
 
     return str(make_checkpoint(tmp_path_factory.mktemp("model") / "tied", num_hidden_layers=2, tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory):
+    """architecture -> (checkpoint of two layers, contract that claims every layout of two ranks); each is made once."""
+    from isoexec.verify.checkpoint import make_checkpoint
+
+    made = {}
+
+    def get(architecture: str) -> tuple[str, str]:
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp("model") / architecture
+            kinds = {"layer_types": ["linear_attention", "full_attention"]} if "3_5" in architecture else {}
+            make_checkpoint(folder, architecture, num_hidden_layers=2, **kinds)
+            contract = contract_for_model(folder, "cpu")
+            claims = Claims(trainer_tp=2, trainer_ep=2, trainer_sp=True)
+            file = tmp_path_factory.mktemp("contract") / f"{architecture}.json"
+            file.write_text(dataclasses.replace(contract, claims=claims).to_json())
+            made[architecture] = str(folder), str(file)
+        return made[architecture]
+
+    return get
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,9 @@ Tensor = torch.Tensor
 
 FP32_PARAMETERS = ("A_log", "dt_bias")
 
+#: Form of the core -> the trainer's op.
+_CORES = {"cpr": gdn.cpr, "cpr_wy": gdn.cpr_wy}
+
 
 class ConvWeight(torch.nn.Conv1d):
     """[C, W] bf16, channels sharded within queries, keys and values."""
@@ -104,14 +107,8 @@ def split_in_proj(product: Tensor, keys: int, values: int, value_size: int) -> t
 
 
 def callbacks(cu_seqlens: Tensor, numerics: Numerics, device: torch.device) -> tuple[Callable, Callable]:
-    """(convolve, mix) of whole packed sequences, as :func:`isoexec.models.qwen3_5.gdn_block` calls them.
-
-    Raises:
-        ContractError: the library has no op of the contract's form.
-    """
-    core = getattr(gdn, numerics.gdn_form, None)
-    if core is None:
-        raise ContractError(f"numerics.gdn_form: isoexec.ops.gdn has no {numerics.gdn_form!r}; build the contract with 'cpr_wy'")
+    """(convolve, mix) of whole packed sequences, as :func:`isoexec.models.qwen3_5.gdn_block` calls them."""
+    core = _CORES[numerics.gdn_form]
     plan = _plan(tuple(cu_seqlens.tolist()), numerics.gdn_chunk, device)
     return lambda qkv, weight: gdn.conv1d(qkv, weight, plan)[0], lambda q, k, v, g, beta: core(q, k, v, g, beta, plan)
 

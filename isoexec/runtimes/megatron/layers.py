@@ -119,12 +119,20 @@ def dense_mlp():
     return functools.partial(MLP.as_mlp_submodule, submodules=mlp_submodules())
 
 
-def layer_spec(layer: type, contract: ExecutionContract, mixer: ModuleSpec, mlp, **fields) -> ModuleSpec:
-    """Spec of a :class:`ContractLayer`."""
+def layer_spec(layer: type, contract: ExecutionContract, mixer: ModuleSpec, mlp, mixer_input: str = "linear_qkv") -> ModuleSpec:
+    """Spec of a :class:`ContractLayer`; ``mixer_input`` names the mixer's first matrix."""
     return ModuleSpec(
         module=layer,
         params={"contract": contract},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=modules.NormWeight, self_attention=mixer, pre_mlp_layernorm=modules.NormWeight, mlp=mlp, **fields
+            input_layernorm=modules.NormWeight,
+            self_attention=mixer,
+            pre_mlp_layernorm=modules.NormWeight,
+            mlp=mlp,
+            # Names in distributed checkpoints, as upstream's own specs write them.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": f"self_attention.{mixer_input}.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
         ),
     )

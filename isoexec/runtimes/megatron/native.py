@@ -47,4 +47,6 @@ def _with_gated_delta_net(layer: ModuleSpec) -> ModuleSpec:
             in_proj=backend.column_parallel_linear(), out_norm=OutputNorm, out_proj=backend.row_parallel_linear()
         ),
     )
-    return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, self_attention=mixer))
+    names = layer.submodules.sharded_state_dict_keys_map | {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+    submodules = dataclasses.replace(layer.submodules, self_attention=mixer, sharded_state_dict_keys_map=names)
+    return dataclasses.replace(layer, submodules=submodules)

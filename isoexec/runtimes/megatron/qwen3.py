@@ -8,12 +8,6 @@ from isoexec.contract import ExecutionContract
 from isoexec.models import qwen3, qwen3_moe
 from isoexec.runtimes.megatron import layers, moe
 
-#: Names in distributed checkpoints, as upstream's own specs write them.
-_CHECKPOINT_NAMES = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-
 
 class Qwen3TransformerLayer(layers.ContractLayer):
     """:func:`isoexec.models.qwen3.decoder_layer`, or with routed experts :func:`isoexec.models.qwen3_moe.decoder_layer`."""
@@ -45,6 +39,4 @@ def sparse_layers(contract: ExecutionContract, config) -> list:
 
 
 def _layer(contract: ExecutionContract, mlp):
-    return layers.layer_spec(
-        Qwen3TransformerLayer, contract, layers.attention_spec(), mlp, sharded_state_dict_keys_map=dict(_CHECKPOINT_NAMES)
-    )
+    return layers.layer_spec(Qwen3TransformerLayer, contract, layers.attention_spec(), mlp)

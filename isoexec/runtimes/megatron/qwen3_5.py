@@ -41,7 +41,11 @@ def sparse_layers(contract: ExecutionContract, config) -> list:
 
 
 def _layers(contract: ExecutionContract, config, sparse: list[int]) -> list:
-    mixers = {1: gdn.gated_delta_net_spec(), 0: layers.attention_spec()}
+    mixers = {1: (gdn.gated_delta_net_spec(), "in_proj"), 0: (layers.attention_spec(), "linear_qkv")}
     mlps = {1: moe.sparse_mlp(shared=True), 0: layers.dense_mlp()}
-    kinds = zip(get_linear_attention_pattern(config), sparse, strict=True)
-    return [layers.layer_spec(Qwen35TransformerLayer, contract, mixers[linear], mlps[is_sparse]) for linear, is_sparse in kinds]
+
+    def layer(linear: int, is_sparse: int):
+        mixer, mixer_input = mixers[linear]
+        return layers.layer_spec(Qwen35TransformerLayer, contract, mixer, mlps[is_sparse], mixer_input)
+
+    return [layer(*kinds) for kinds in zip(get_linear_attention_pattern(config), sparse, strict=True)]
