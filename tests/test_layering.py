@@ -9,6 +9,8 @@ import isoexec
 LAYERS = ("contract", "ops", "models", "runtimes", "verify", "cli")
 RANK = {"contract": 0, "ops": 1, "models": 2, "runtimes": 3, "verify": 4, "cli": 4}
 STANDARD = sys.stdlib_module_names
+#: An adapter knows its own framework: a trainer's process does not import the engine's.
+RUNTIMES = ("vllm", "megatron", "skyrl")
 #: Third-party packages that a layer may import; None: any.
 THIRD_PARTY = {"contract": set(), "ops": {"torch", "triton"}, "models": {"torch"}, "runtimes": None, "verify": None, "cli": None}
 
@@ -46,6 +48,9 @@ def violations(package: Path) -> list[str]:
             else:
                 allowed = THIRD_PARTY[layer]
                 wrong = allowed is not None and top not in allowed and top not in STANDARD
+            if layer == "runtimes" and parts[1] in RUNTIMES:
+                framework = rest.split(".")[1] if rest.startswith("runtimes.") else top
+                wrong |= framework in RUNTIMES and framework != parts[1]
             if wrong:
                 found.append(f"{'/'.join(parts)}.py:{line}: {layer} imports {name}")
     return found
@@ -75,5 +80,9 @@ def test_planted_imports_are_found(tmp_path):
     assert planted(tmp_path, "runtimes/vllm/a.py", "import vllm\nfrom isoexec.verify import x\n") == [
         "runtimes/vllm/a.py:2: runtimes imports isoexec.verify.x"
     ]
+    for text in ("import megatron.core", "from isoexec.runtimes.megatron import x", "from ..megatron.trainer import x", "from .. import megatron"):
+        [found] = planted(tmp_path, "runtimes/vllm/a.py", text)
+        assert found.startswith("runtimes/vllm/a.py:1: runtimes imports ")
+    assert planted(tmp_path, "runtimes/vllm/a.py", "import vllm\nfrom isoexec.runtimes.vllm import x\nfrom . import y\n") == []
     planted(tmp_path, "runtimes/vllm/a.py", "")
     assert planted(tmp_path, "helpers/a.py", "") == [f"a.py: helpers is no layer; expected one of {LAYERS}"]
