@@ -43,7 +43,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
     },
 }
 
-_SOURCES = ("tiles.py", "kernels.py", "kernels_backward.py", "../_core/triton_math.py")
+_SOURCES = ("tiles.py", "kernels.py", "kernels_backward.py", "kernels_edges.py", "../_core/triton_math.py")
 
 
 def settings(kernel: str, chunk: int, V: int | None = None) -> dict[str, int]:
