@@ -100,7 +100,9 @@ def check_composition(architecture: str, backend: str, entries: tuple[Entry, ...
         ContractError: names the region and case, what is wrong and what to do.
     """
     if architecture not in REGIONS:
-        raise ContractError(f"composition: no regions are known for {architecture}; expected one of {', '.join(REGIONS)}, or no composition")
+        raise ContractError(
+            f"composition: no regions are known for {architecture}; expected one of {', '.join(REGIONS)}, or no composition"
+        )
     regions = {region.name: region for region in REGIONS[architecture]}
     served: dict[tuple[str, str], Entry] = {}
     for entry in entries:
@@ -139,8 +141,8 @@ def _check_ops(entry: Entry, region: Region, case: str) -> None:
 def _check_device(entry: Entry, backend: str) -> None:
     if not _DEVICE[backend].fullmatch(entry.architecture):
         raise ContractError(
-            f"composition.{entry.region}.architecture: {shown(entry.architecture)} is no architecture of backend {backend}; build the contract "
-            "on the device that will run it"
+            f"composition.{entry.region}.architecture: {shown(entry.architecture)} is no architecture of backend {backend}; build the "
+            "contract on the device that will run it"
         )
 
 

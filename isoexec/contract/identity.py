@@ -105,7 +105,11 @@ def handshake(ours: Identity, theirs: Identity) -> list[Difference]:
 def refusal(ours: str, theirs: str, found: list[Difference]) -> str:
     """One line about the first of ``found``: both values, and what to do."""
     first = found[0]
-    more = f" ({len(found) - 1} more entries differ: {', '.join(d.path for d in found[1:4])}{', ...' if len(found) > 4 else ''})" if found[1:] else ""
+    more = (
+        f" ({len(found) - 1} more entries differ: {', '.join(d.path for d in found[1:4])}{', ...' if len(found) > 4 else ''})"
+        if found[1:]
+        else ""
+    )
     return f"{first.path}: {ours} has {_cut(first.ours)}, {theirs} has {_cut(first.theirs)}; {advice(first.path)}{more}"
 
 
@@ -132,10 +136,12 @@ def _walk(ours, theirs, path: str, found: list[Difference]) -> None:
 def _keyed(value):
     """A list of composition entries as an object, so that a difference has a name and their order does not matter."""
     if isinstance(value, list) and value and all(isinstance(item, dict) and isinstance(item.get("region"), str) for item in value):
-        keyed = {}
+        keyed, regions = {}, [item["region"] for item in value]
         for item in value:
             cases = item.get("cases")
-            name = f"{item['region']}[{','.join(map(str, cases)) if isinstance(cases, list) else ''}]"
+            name = item["region"]
+            if regions.count(name) > 1:  # the region is served differently in some cases
+                name += f"[{','.join(map(str, cases)) if isinstance(cases, list) else ''}]"
             if name in keyed:
                 return value
             keyed[name] = item

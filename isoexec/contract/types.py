@@ -192,9 +192,7 @@ class ExecutionContract:
                 )
             degree = getattr(self.claims, f"{side}_ep")
             if self.numerics.combine_groups % degree:
-                raise ContractError(
-                    f"claims.{side}_ep: {degree} does not divide numerics.combine_groups {self.numerics.combine_groups}"
-                )
+                raise ContractError(f"claims.{side}_ep: {degree} does not divide numerics.combine_groups {self.numerics.combine_groups}")
 
     def _check_states(self) -> None:
         """dtypes and obligations must be those that the architecture's ops have; a contract that says otherwise describes other code."""
@@ -281,9 +279,10 @@ class ExecutionContract:
 def _check_table(what: str, expected: dict, found: dict) -> None:
     for key in sorted(expected.keys() | found.keys()):
         if expected.get(key) != found.get(key):
+            name, value = shown(key).strip(chr(39)), shown(found.get(key, "none"))
             raise ContractError(
-                f"{what}.{shown(key).strip(chr(39))}: expected {expected.get(key, 'no such entry')}, found {shown(found.get(key, 'none'))}; rebuild the "
-                "contract with `isoexec contract build`"
+                f"{what}.{name}: expected {expected.get(key, 'no such entry')}, found {value}; "
+                "rebuild the contract with `isoexec contract build`"
             )
 
 

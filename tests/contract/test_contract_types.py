@@ -5,7 +5,16 @@ import json
 
 import pytest
 
-from isoexec.contract import CONTRACT_VARIABLE, Claims, ContractError, ExecutionContract, Numerics, active_contract, canonical_json, sha256_hex
+from isoexec.contract import (
+    CONTRACT_VARIABLE,
+    Claims,
+    ContractError,
+    ExecutionContract,
+    Numerics,
+    active_contract,
+    canonical_json,
+    sha256_hex,
+)
 
 CONTRACT = ExecutionContract("Qwen3ForCausalLM", "cpu", claims=Claims(trainer_tp=4, engine_tp=2, trainer_sp=True))
 

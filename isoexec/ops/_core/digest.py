@@ -1,0 +1,94 @@
+"""Digest of a tensor's bits that does not depend on who holds which part: a sum of mixed (global index, bits) pairs.
+
+Each element's global index and bit pattern are packed into one 64-bit word, which no other (index, bits) of the tensor shares; a bijective
+64-bit mix spreads it; the words are added modulo 2^64. Integer additions commute, so shards, strides and the order of work move nothing.
+Every step is an integer op on the tensor's own device; what leaves it is one number. Mix: the finaliser of splitmix64 (Steele, Lea and
+Flood, 2014).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from isoexec.contract import ContractError
+from isoexec.contract.manifest import TensorDigest
+
+_CHUNK = 1 << 20  # elements at a time: 8 MiB words, so that temporaries stay in cache on the CPU and are small on a GPU
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))  # the multipliers as signed 64-bit integers
+_LAST_SHIFT = 31
+_SALT = -0x61C8864680B583EB
+
+
+def tensor_digest(part: torch.Tensor, shape=None, offsets=None) -> TensorDigest:
+    """Digest of a tensor, or of a rectangular part of one.
+
+    Args:
+        part: any dtype of at most 4 bytes, or an integer or float of 8; any strides.
+        shape: of the whole tensor; None: ``part`` is the whole.
+        offsets: index of ``part``'s first element in each dimension of the whole; None: zeros.
+
+    Raises:
+        ContractError: the part does not lie within the whole, or the tensor is too large for an index and the bits to share a word.
+    """
+    shape = tuple(part.shape if shape is None else shape)
+    offsets = (0,) * part.dim() if offsets is None else tuple(offsets)
+    if len(shape) != part.dim() or len(offsets) != part.dim() or any(o < 0 or o + n > s for o, n, s in zip(offsets, part.shape, shape)):
+        raise ContractError(
+            f"weights: a part {list(part.shape)} at {list(offsets)} does not lie within a tensor {list(shape)}; check the layout"
+        )
+    dtype = str(part.dtype).removeprefix("torch.")
+    if part.is_complex():
+        raise ContractError(f"weights: expected real numbers, found {dtype}")
+    digest = TensorDigest(shape, dtype, 0, part.numel())
+    width = 8 * min(part.element_size(), 4)
+    if digest.size * (part.element_size() // (width // 8)) > 1 << (64 - width):
+        raise ContractError(
+            f"weights: a tensor {dtype}{list(shape)} has too many elements for this digest; digest it in parts of a leading dimension"
+        )
+    total = 0
+    if part.numel():
+        strides = [1] * len(shape)
+        for d in range(len(shape) - 2, -1, -1):
+            strides[d] = strides[d + 1] * shape[d + 1]
+        first = sum(o * s for o, s in zip(offsets, strides))
+        total = _sum(part.detach(), strides, first) % (1 << 64)
+    return TensorDigest(shape, dtype, total, part.numel())
+
+
+def tensors_digest(tensors) -> dict[str, TensorDigest]:
+    """Digests of whole tensors, from (name, tensor) pairs or a dict."""
+    return {name: tensor_digest(tensor) for name, tensor in (tensors.items() if hasattr(tensors, "items") else tensors)}
+
+
+def _sum(part: torch.Tensor, strides: list[int], first: int) -> int:
+    """Sum of the mixed words of ``part``, as a Python integer; recursion over the leading dimension bounds the temporaries."""
+    if part.numel() > _CHUNK and part.dim() and part.shape[0] > 1:
+        rows = max(1, _CHUNK // (part.numel() // part.shape[0]))
+        return sum(_sum(piece, strides, first + i * rows * strides[0]) for i, piece in enumerate(part.split(rows)))
+    if part.numel() > _CHUNK:  # one row that is longer than a chunk
+        return _sum(part[0], strides[1:], first)
+    index = torch.full((), first, dtype=torch.int64, device=part.device)
+    for d, (length, stride) in enumerate(zip(part.shape, strides)):
+        steps = torch.arange(length, dtype=torch.int64, device=part.device) * stride
+        index = index + steps.view(-1, *[1] * (part.dim() - d - 1))
+    size = part.element_size()
+    if size == 8:  # two halves, low word first
+        halves = part.contiguous().view(-1).view(torch.int32).view(*part.shape, 2)
+        index = torch.stack((2 * index, 2 * index + 1), -1)
+        return _mixed(index, halves, 32)
+    if part.dtype == torch.bool:
+        part = part.to(torch.uint8)
+    return _mixed(index, part.view(_INTEGERS[size]), 8 * size)
+
+
+def _mixed(index: torch.Tensor, integers: torch.Tensor, width: int) -> int:
+    word = (index << width).add_(integers.to(torch.int64).bitwise_and_((1 << width) - 1)).add_(_SALT)  # wraps, as unsigned words would
+    for shift, factor in _ROUNDS:
+        word.bitwise_xor_(_unsigned_shift(word, shift)).mul_(factor)
+    word.bitwise_xor_(_unsigned_shift(word, _LAST_SHIFT))
+    return int(word.sum())
+
+
+def _unsigned_shift(word: torch.Tensor, shift: int) -> torch.Tensor:
+    return (word >> shift).bitwise_and_((1 << (64 - shift)) - 1)
