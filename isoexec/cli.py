@@ -8,7 +8,20 @@ import os
 import sys
 from pathlib import Path
 
-from isoexec.contract import ContractError, ExecutionContract, contract_for_model
+from isoexec.contract import (
+    CASES,
+    CONTRACT_VARIABLE,
+    ContractError,
+    ExecutionContract,
+    Identity,
+    active_contract,
+    contract_for_model,
+    differences,
+    model_digest,
+    read_config,
+)
+from isoexec.contract.canonical import LARGEST_TEXT, parse_json
+from isoexec.contract.identity import PARTS, advice
 from isoexec.contract.types import BACKENDS
 
 
@@ -41,16 +54,42 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(run=_verify)
 
-    contract = verbs.add_parser("contract", help="build or show a contract").add_subparsers(required=True, metavar="VERB")
-    show = contract.add_parser("show", help="validate a contract and print it with its digest")
-    show.add_argument("file", type=Path)
-    show.set_defaults(run=_contract_show)
+    _add_contract(
+        verbs.add_parser("contract", help="build, show, compare or check a contract").add_subparsers(required=True, metavar="VERB")
+    )
+    return parser
+
+
+def _add_contract(contract) -> None:
+    """Exit statuses of these verbs: 0 all right, 1 something differs, 2 bad input (docs/contract.md)."""
     build = contract.add_parser("build", help="write the contract of a checkpoint")
     build.add_argument("--model", required=True, metavar="FOLDER", help="HF-format checkpoint")
     build.add_argument("--backend", required=True, choices=BACKENDS)
     build.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
-    build.set_defaults(run=_contract_build)
-    return parser
+    build.add_argument("--device", metavar="ARCH", help="device architecture, e.g. sm_90 (default: this machine's)")
+    build.add_argument(
+        "--no-composition", action="store_true", help="pin no implementation; the processes are compared with each other only"
+    )
+    show = contract.add_parser("show", help="validate a contract and print it with its digests")
+    show.add_argument("file", type=Path)
+    diff = contract.add_parser("diff", help="compare two contracts, or two identities that `status --json` wrote")
+    diff.add_argument("first", type=Path)
+    diff.add_argument("second", type=Path)
+    check = contract.add_parser("check", help="whether this installation runs what a contract names")
+    check.add_argument("file", type=Path)
+    check.add_argument("--model", metavar="FOLDER", help="also check that the contract is this checkpoint's")
+    status = contract.add_parser("status", help="what a process started here would run, as evidence")
+    status.add_argument("file", type=Path, nargs="?", help=f"contract (default: that of {CONTRACT_VARIABLE})")
+    for name, run in (
+        ("build", _contract_build),
+        ("show", _contract_show),
+        ("diff", _contract_diff),
+        ("check", _contract_check),
+        ("status", _contract_status),
+    ):
+        verb = contract.choices[name]
+        verb.add_argument("--json", action="store_true", help="print JSON")
+        verb.set_defaults(run=run)
 
 
 def _verify(options) -> int:
@@ -70,21 +109,140 @@ def _verify(options) -> int:
 
 
 def _contract_show(options) -> int:
-    contract = ExecutionContract.from_json(options.file.read_text(encoding="utf-8"))
-    print(json.dumps(json.loads(contract.to_json()), indent=2))
-    for name, digest in contract.identities.items():
-        print(f"{name} {digest}")
-    print(f"sha256 {contract.digest}")
+    contract = _read_contract(options.file)
+    if options.json:
+        _print_json({"contract": contract.data(), "identities": contract.identities, "sha256": contract.digest})
+        return 0
+    data = contract.data()
+    rows = [(name, _cell(data[name])) for name in ("architecture", "backend", "model", "schema_version", "schedule_version")]
+    for part in ("numerics", "claims", "logprobs", "dtypes", "obligations", "deployment"):
+        rows += [(f"{part}.{name}", _cell(value)) for name, value in sorted(data[part].items())]
+    rows.append(("refused", ", ".join(contract.refused)))
+    _print_rows(rows)
+    if contract.composition:
+        print()
+        _print_rows([("region", "cases", "implementation", "artifact", "discharge"), *map(_entry_row, contract.composition)])
+    print()
+    _print_rows([*contract.identities.items(), ("sha256", contract.digest)])
     return 0
 
 
 def _contract_build(options) -> int:
     contract = contract_for_model(options.model, options.backend)
+    if not options.no_composition:
+        from isoexec.runtimes.compose import composed
+
+        contract = composed(contract, options.device)
     temporary = options.output.with_name(options.output.name + ".part")
     temporary.write_text(contract.to_json() + "\n", encoding="utf-8")
     os.replace(temporary, options.output)
-    print(f"{options.output}: {contract.architecture}, {contract.backend}, sha256 {contract.digest}")
+    if options.json:
+        _print_json({"file": str(options.output), "identities": contract.identities, "sha256": contract.digest})
+    else:
+        print(f"{options.output}: {contract.architecture}, {contract.backend}, sha256 {contract.digest}")
     return 0
+
+
+def _contract_diff(options) -> int:
+    first, second = (_read_parts(file) for file in (options.first, options.second))
+    refused = [d for part in PARTS[:2] for d in differences(first[part], second[part], part)]
+    logged = differences(first["deployment"], second["deployment"], "deployment")
+    if options.json:
+        _print_json({"refused": [d.__dict__ | {"advice": advice(d.path)} for d in refused], "logged": [d.__dict__ for d in logged]})
+    else:
+        for kind, found in (("DIFFERENT", refused), ("neutral", logged)):
+            for d in found:
+                print(f"{kind}: {d}" + (f"; {advice(d.path)}" if kind == "DIFFERENT" else ""))
+        if not refused:
+            print("the same model and the same bits" + (f"; {len(logged)} neutral entries differ" if logged else ""))
+    return 1 if refused else 0
+
+
+def _contract_check(options) -> int:
+    contract = _read_contract(options.file)
+    config = read_config(options.model) if options.model else None
+    from isoexec.runtimes import compose, evidence
+
+    refusal = None
+    try:
+        if config is not None:
+            evidence.check_model(contract, model_digest(config))
+        compose.check_installed(contract)
+    except ContractError as error:
+        refusal = str(error)
+    if options.json:
+        _print_json({"ok": refusal is None, "refusal": refusal, "pinned_entries": len(contract.composition)})
+    elif refusal:
+        print(f"DIFFERENT: {refusal}")
+    else:
+        print(f"{options.file}: this installation runs what the contract names ({len(contract.composition)} entries pinned)")
+    return 1 if refusal else 0
+
+
+def _contract_status(options) -> int:
+    contract = _read_contract(options.file) if options.file else active_contract()
+    if contract is None:
+        raise ContractError(f"{CONTRACT_VARIABLE} is not set and no file is named: a process started here runs upstream's kernels")
+    from isoexec.runtimes import evidence
+
+    found = evidence.identity(contract, "process")
+    if options.json:
+        print(found.to_json())
+        return 0
+    policy = {name: part for name, part in found.numerical_policy.items() if name not in ("contract", "ops")}
+    rows = [(f"{name}.{key}", str(value)) for name, part in policy.items() for key, value in sorted(part.items())]
+    rows += [(f"ops.{op}", f"{entry['implementation']} {entry['sources'][:16]}") for op, entry in found.numerical_policy["ops"].items()]
+    _print_rows([("contract", contract.digest), *rows, *found.digests.items()])
+    return 0
+
+
+def _read_contract(file: Path) -> ExecutionContract:
+    try:
+        return ExecutionContract.from_json(_read(file))
+    except ContractError as error:
+        raise ContractError(f"{file}: {error}") from None
+
+
+def _read_parts(file: Path) -> dict:
+    """semantic, numerical_policy and deployment of a contract or of an identity."""
+    text = _read(file)
+    try:
+        value = parse_json(text, "the file")
+        if isinstance(value, dict) and "role" in value:
+            return Identity.from_json(text).__dict__
+        return ExecutionContract.from_json(text).parts()
+    except ContractError as error:
+        raise ContractError(f"{file}: {error}") from None
+
+
+def _read(file: Path) -> str:
+    try:
+        with open(file, encoding="utf-8") as opened:
+            return opened.read(LARGEST_TEXT + 1)
+    except UnicodeDecodeError as error:
+        raise ContractError(f"{file}: not UTF-8 text: {error}") from None
+
+
+def _entry_row(entry) -> tuple[str, ...]:
+    modules = sorted({target.partition(":")[0].removeprefix("isoexec.ops.") for _, target in entry.implementations})
+    cases = "all" if entry.cases == CASES else ", ".join(entry.cases)
+    return entry.region, cases, ", ".join(modules), entry.artifact[:12], entry.discharge
+
+
+def _cell(value) -> str:
+    if isinstance(value, list):
+        return ", ".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value) or "any"
+
+
+def _print_rows(rows) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def _print_json(value) -> None:
+    print(json.dumps(value, indent=2, sort_keys=True))
 
 
 if __name__ == "__main__":

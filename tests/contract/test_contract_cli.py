@@ -1,0 +1,106 @@
+"""``isoexec contract``: what each verb prints, and its exit status."""
+
+import json
+
+import pytest
+
+from isoexec.cli import main
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.fixture
+def contract(tmp_path):
+    """(contract file, folder of its model)."""
+    folder, file = tmp_path / "model", tmp_path / "contract.json"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["contract", "build", "--model", str(folder), "--backend", "cpu", "-o", str(file), "--json"]) == 0
+    return file, folder
+
+
+def edited(file, old, new):
+    text = file.read_text()
+    assert old in text
+    other = file.with_name("other.json")
+    other.write_text(text.replace(old, new))
+    return other
+
+
+def test_show(contract, capsys):
+    capsys.readouterr()
+    assert main(["contract", "show", str(contract[0])]) == 0
+    table = capsys.readouterr().out
+    assert main(["contract", "show", str(contract[0]), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["contract"]["composition"] and all(digest in table for digest in (shown["sha256"], *shown["identities"].values()))
+
+
+def test_diff(contract, capsys):
+    file = contract[0]
+    assert main(["contract", "diff", str(file), str(file)]) == 0
+    assert "the same bits" in capsys.readouterr().out
+    other = edited(file, '"gdn_chunk":16', '"gdn_chunk":32')
+    assert main(["contract", "diff", str(file), str(other)]) == 1
+    assert "DIFFERENT: numerical_policy.numerics.gdn_chunk: 16 against 32" in capsys.readouterr().out
+    assert main(["contract", "diff", str(file), str(other), "--json"]) == 1
+    assert [d["path"] for d in json.loads(capsys.readouterr().out)["refused"]] == ["numerical_policy.numerics.gdn_chunk"]
+    neutral = edited(file, '"deployment":{}', '"deployment":{"page_size":"32"}')
+    assert main(["contract", "diff", str(file), str(neutral)]) == 0
+    assert "neutral: deployment.page_size" in capsys.readouterr().out
+
+
+def test_check(contract, capsys):
+    file, folder = contract
+    assert main(["contract", "check", str(file), "--model", str(folder)]) == 0
+    other = file.with_name("other.json")
+    data = json.loads(file.read_text())
+    data["composition"][0]["artifact"] = "0" * 64
+    other.write_text(json.dumps(data))
+    capsys.readouterr()
+    assert main(["contract", "check", str(other)]) == 1
+    assert f"DIFFERENT: composition.{data['composition'][0]['region']}.artifact" in capsys.readouterr().out
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"rms_norm_eps": 1e-5}))
+    assert main(["contract", "check", str(file), "--model", str(folder), "--json"]) == 1
+    assert "semantic.model" in json.loads(capsys.readouterr().out)["refusal"]
+
+
+def test_status(contract, capsys, monkeypatch):
+    file, _ = contract
+    monkeypatch.delenv("ISOEXEC_CONTRACT", raising=False)
+    assert main(["contract", "status"]) == 2
+    monkeypatch.setenv("ISOEXEC_CONTRACT", str(file))
+    capsys.readouterr()
+    assert main(["contract", "status"]) == 0
+    assert "ops.matmul.linear" in capsys.readouterr().out
+    assert main(["contract", "status", "--json"]) == 0
+    here = file.with_name("here.json")
+    here.write_text(capsys.readouterr().out)
+    assert main(["contract", "diff", str(here), str(here)]) == 0
+    there = file.with_name("there.json")
+    there.write_text(here.read_text().replace('"subnormals":"kept"', '"subnormals":"flushed"'))
+    assert main(["contract", "diff", str(here), str(there)]) == 1
+    assert 'numerical_policy.math.subnormals: "kept" against "flushed"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", [["show"], ["check"], ["status"], ["diff", "absent.json"]])
+@pytest.mark.parametrize("content", [b"{}", b"\xff\xfe", b"[[[", None])
+def test_bad_input_is_one_line(tmp_path, capsys, verb, content):
+    file = tmp_path / "c.json"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["contract", *verb, str(file)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_gpu_contract_without_composition(contract, tmp_path, capsys):
+    arguments = ["contract", "build", "--model", str(contract[1]), "--backend", "cuda", "-o", str(tmp_path / "gpu.json")]
+    assert main([*arguments, "--no-composition"]) == 0
+    assert json.loads((tmp_path / "gpu.json").read_text())["composition"] == []
