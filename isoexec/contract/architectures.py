@@ -94,12 +94,13 @@ _HYBRID = (
     ),
 )
 
+# Qwen3 MoE may hold dense layers among the sparse ones.
 _EXPERTS = (
     _everywhere("router", "moe.router_logits", "moe.route", optional=("moe.tokens_per_expert", "moe.load_balancing_loss")),
-    _everywhere("experts", "moe.dispatch", "moe.expert_mlp", "moe.combine"),
+    _everywhere("experts", "moe.dispatch", "moe.expert_mlp", "moe.combine", optional=("activation.silu_mul",)),
 )
 
-#: HF architecture -> regions of its logprob path.
+#: HF architecture -> regions of its logprob path, with the core form ``cpr_wy``; see :func:`regions`.
 REGIONS: dict[str, tuple[Region, ...]] = {
     "Qwen3ForCausalLM": _QWEN3 + _DENSE_MLP,
     "Qwen3MoeForCausalLM": _QWEN3 + _EXPERTS,
@@ -108,6 +109,18 @@ REGIONS: dict[str, tuple[Region, ...]] = {
     "Qwen3_5MoeForCausalLM": _HYBRID + _EXPERTS,
     "Qwen3_5MoeForConditionalGeneration": _HYBRID + _EXPERTS,
 }
+
+
+def regions(architecture: str, gdn_form: str) -> tuple[Region, ...]:
+    """Regions of an architecture whose Gated DeltaNet core, if it has one, is of ``gdn_form``; () where it is not known."""
+
+    def formed(ops: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(op.replace("gdn.cpr_wy", f"gdn.{gdn_form}") for op in ops)
+
+    return tuple(
+        r._replace(trainer=formed(r.trainer), prefill=formed(r.prefill), decode=formed(r.decode), optional=formed(r.optional))
+        for r in REGIONS.get(architecture, ())
+    )
 
 
 def is_hybrid(architecture: str) -> bool:

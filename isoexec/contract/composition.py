@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from isoexec.contract import architectures
 from isoexec.contract.architectures import CASES, REGIONS, Region
 from isoexec.contract.canonical import shown
 from isoexec.contract.errors import ContractError
@@ -94,7 +95,8 @@ def check_composition(architecture: str, backend: str, entries: tuple[Entry, ...
         architecture: HF architecture name.
         backend: ``"cpu"`` or ``"cuda"``.
         entries: in any order.
-        numerics: contract constants by name; an entry that names one must have its value.
+        numerics: contract constants by name, the form of the Gated DeltaNet core among them; an entry that names a constant must have
+            its value.
 
     Raises:
         ContractError: names the region and case, what is wrong and what to do.
@@ -103,7 +105,7 @@ def check_composition(architecture: str, backend: str, entries: tuple[Entry, ...
         raise ContractError(
             f"composition: no regions are known for {architecture}; expected one of {', '.join(REGIONS)}, or no composition"
         )
-    regions = {region.name: region for region in REGIONS[architecture]}
+    regions = {region.name: region for region in architectures.regions(architecture, numerics["gdn_form"])}
     served: dict[tuple[str, str], Entry] = {}
     for entry in entries:
         if entry.region not in regions:

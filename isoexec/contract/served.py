@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from isoexec.contract.architectures import CASES, REGIONS
+from isoexec.contract.architectures import regions as regions_of
 from isoexec.contract.errors import ContractError
 from isoexec.contract.types import ExecutionContract
 
@@ -22,8 +23,8 @@ def check_served(contract: ExecutionContract, served: Mapping[tuple[str, str | N
     Raises:
         ContractError: names the op, the case, what was expected, what was found and what to do.
     """
-    regions = REGIONS.get(contract.architecture)
-    if regions is None:
+    regions = regions_of(contract.architecture, contract.numerics.gdn_form)
+    if not regions:
         raise ContractError(f"architecture: no regions are known for {contract.architecture}; expected one of {', '.join(REGIONS)}")
     ran: dict[str, dict[str, set[str]]] = {case: {} for case in CASES}
     for (op, case, implementation), calls in served.items():

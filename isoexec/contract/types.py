@@ -214,8 +214,7 @@ class ExecutionContract:
         if not isinstance(entries, tuple) or not all(isinstance(entry, Entry) for entry in entries):
             raise ContractError(f"composition: expected a list of entries, found {shown(entries)}")
         if entries:
-            numerics = {name: value for name, value in dataclasses.asdict(self.numerics).items() if isinstance(value, int)}
-            check_composition(self.architecture, self.backend, entries, numerics)
+            check_composition(self.architecture, self.backend, entries, dataclasses.asdict(self.numerics))
         object.__setattr__(self, "composition", tuple(sorted(entries, key=lambda entry: (entry.region, entry.cases))))
 
     def data(self) -> dict:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from isoexec.contract import ContractError, Entry, ExecutionContract, differences, sha256_hex
-from isoexec.contract.architectures import REGIONS, Region
+from isoexec.contract.architectures import REGIONS, Region, regions
 from isoexec.contract.canonical import bits32
 from isoexec.contract.identity import refusal
 from isoexec.contract.types import SCHEDULE_VERSION
@@ -32,7 +32,6 @@ class Proof(NamedTuple):
     shown_by: tuple[str, str] = ("", "")
 
 
-_GDN = ("tests/gdn/test_core_cpu.py::test_single_steps_equal_one_shot",) * 2
 _MATMUL = Proof(("tests/ops/test_matmul_cpu.py",), ("tests/gpu/test_matmul.py",))
 _COLLECTIVE = ("tests/ops/test_tensor_parallel_cpu.py",)
 _ELEMENTWISE = ("tests/gpu/test_elementwise.py",)
@@ -57,12 +56,18 @@ PROOFS = {
          "tests/gpu/test_logprob.py::test_token_is_the_entry_of_the_row"),
     ),
     "sampling": Proof(("tests/ops/test_sampling_cpu.py",), ("tests/ops/test_sampling_cpu.py",)),
-    "gdn_edges": Proof(("tests/gdn/test_edges_cpu.py",), ("tests/gdn/test_edges_cpu.py",)),
+    "gdn_edges": Proof(("tests/gdn/test_edges_cpu.py",), ("tests/gdn/test_gpu.py",)),
     "gdn_conv": Proof(
         ("tests/gdn/test_edges_cpu.py",), ("tests/gdn/test_edges_cpu.py",), (), "twin",
         ("tests/gdn/test_edges_cpu.py::test_conv_steps_equal_sequence",) * 2,
     ),
-    "gdn_core": Proof(("tests/gdn/test_core_cpu.py",), ("tests/gdn/test_core_cpu.py",), ("gdn_chunk",), "equivalence", _GDN),
+    "gdn_core.cpr_wy": Proof(
+        ("tests/gdn/test_core_cpu.py",), ("tests/gdn/test_gpu.py",), ("gdn_chunk",), "equivalence",
+        ("tests/gdn/test_core_cpu.py::test_single_steps_equal_one_shot", "tests/gdn/test_gpu.py::test_gate"),
+    ),
+    "gdn_core.cpr": Proof(
+        ("tests/gdn/test_cpr_cpu.py",), (), ("gdn_chunk",), "equivalence", ("tests/gdn/test_cpr_cpu.py::test_single_steps_equal_one_shot", "")
+    ),
     "router": Proof(("tests/moe/test_router.py",), ("tests/moe/test_router.py",)),
     "experts": Proof(("tests/moe/test_experts.py", "tests/moe/test_combine.py"), ("tests/moe/test_experts.py",), ("combine_groups",)),
 }  # fmt: skip
@@ -86,7 +91,9 @@ def composed(contract: ExecutionContract, architecture: str | None = None) -> Ex
         raise ContractError(
             f"architecture: expected one of {', '.join(REGIONS)}, found {contract.architecture!r}; only these can be composed"
         )
-    entries = [entry for region in REGIONS[contract.architecture] for entry in _entries(contract, region, device)]
+    entries = [
+        entry for region in regions(contract.architecture, contract.numerics.gdn_form) for entry in _entries(contract, region, device)
+    ]
     return dataclasses.replace(contract, composition=tuple(entries))
 
 
@@ -109,7 +116,8 @@ def check_installed(contract: ExecutionContract) -> None:
 
 def _entries(contract: ExecutionContract, region: Region, device: str) -> list[Entry]:
     """One entry for every set of ops that cases of the region call."""
-    known, proof = evidence.declarations(), PROOFS[region.name]
+    known = evidence.declarations()
+    proof = PROOFS[f"gdn_core.{contract.numerics.gdn_form}" if region.name == "gdn_core" else region.name]
     groups: dict[tuple[str, ...], list[str]] = {}
     for case in region.cases:
         groups.setdefault(region.ops(case), []).append(case)

@@ -19,7 +19,7 @@ import torch
 
 import isoexec
 from isoexec.contract import ContractError, ExecutionContract, Identity, sha256_hex
-from isoexec.contract.architectures import REGIONS
+from isoexec.contract.architectures import REGIONS, is_hybrid, regions
 from isoexec.ops._core import provider, registry
 
 _PACKAGE = Path(isoexec.__file__).parent
@@ -48,9 +48,9 @@ def identity(contract: ExecutionContract, role: str, *, model: str = "", deploym
     parts = contract.parts()
     policy = {
         "contract": parts["numerical_policy"],
-        "ops": op_digests(contract.architecture, contract.backend),
+        "ops": op_digests(contract),
         "launch": launch_tables(contract.architecture) if contract.backend == "cuda" else {},
-        "providers": providers(contract.architecture, contract.backend),
+        "providers": providers(contract),
         "packages": packages(),
         "device": device(contract.backend),
         "math": math_modes(contract.backend),
@@ -72,16 +72,16 @@ def check_model(contract: ExecutionContract, model: str) -> None:
         )
 
 
-def ops_of(architecture: str) -> tuple[str, ...]:
-    """Names of the ops on the logprob path of an architecture, optional ones included.
+def ops_of(contract: ExecutionContract) -> tuple[str, ...]:
+    """Names of the ops on the logprob path of the contract's architecture, optional ones included.
 
     Raises:
         ContractError: the architecture is not known.
     """
-    if architecture not in REGIONS:
-        raise ContractError(f"architecture: expected one of {', '.join(REGIONS)}, found {architecture!r}")
-    regions = REGIONS[architecture]
-    return tuple(sorted({op for r in regions for op in (*r.trainer, *r.prefill, *r.decode, *r.optional)}))
+    found = regions(contract.architecture, contract.numerics.gdn_form)
+    if not found:
+        raise ContractError(f"architecture: expected one of {', '.join(REGIONS)}, found {contract.architecture!r}")
+    return tuple(sorted({op for r in found for op in (*r.trainer, *r.prefill, *r.decode, *r.optional)}))
 
 
 def declarations() -> dict[str, registry.OpDeclaration]:
@@ -91,12 +91,12 @@ def declarations() -> dict[str, registry.OpDeclaration]:
     return registry.declarations()
 
 
-def op_digests(architecture: str, backend: str) -> dict[str, dict[str, str]]:
-    """Op -> its implementation for ``backend`` and the digest of that implementation's sources; ops without one are left out."""
+def op_digests(contract: ExecutionContract) -> dict[str, dict[str, str]]:
+    """Op -> its implementation for the contract's backend and the digest of that implementation's sources; ops without one are left out."""
     known = declarations()
     found = {}
-    for op in ops_of(architecture):
-        target = known[op].implementations.get(backend) if op in known else None
+    for op in ops_of(contract):
+        target = known[op].implementations.get(contract.backend) if op in known else None
         if target is not None:
             found[op] = {"implementation": target, "sources": source_digest(target)}
     return found
@@ -148,16 +148,16 @@ def _file_of(module: str) -> Path | None:
 
 def launch_tables(architecture: str) -> dict[str, str]:
     """sha256 of the launch configurations as this process holds them."""
-    if not any(region.name == "gdn_core" for region in REGIONS[architecture]):
+    if not is_hybrid(architecture):
         return {}
     from isoexec.ops.gdn import launch
 
     return {"gdn": sha256_hex(launch.TABLE)}
 
 
-def providers(architecture: str, backend: str) -> dict[str, str]:
-    """Provider binaries that the ops of ``architecture`` load -> sha256 of their files, or ``"absent"``."""
-    targets = {op["implementation"] for op in op_digests(architecture, backend).values()}
+def providers(contract: ExecutionContract) -> dict[str, str]:
+    """Provider binaries that the ops of the contract load -> sha256 of their files, or ``"absent"``."""
+    targets = {op["implementation"] for op in op_digests(contract).values()}
     used = sorted({name for target in targets for name in providers_of(target)})
     return {name: provider.digest(root) if (root := provider.folder() / name).is_dir() else "absent" for name in used}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isoexec.contract import ContractError, Entry, ExecutionContract, check_served
+from isoexec.contract import ContractError, Entry, ExecutionContract, Numerics, check_served
 from isoexec.contract.architectures import REGIONS
 from isoexec.runtimes import compose
 
@@ -34,6 +34,15 @@ def test_every_architecture_composes_and_round_trips(architecture):
     assert ExecutionContract.from_json(text) == contract and ExecutionContract.from_json(text).to_json() == text
     assert dataclasses.replace(contract, composition=contract.composition[::-1]).digest == contract.digest
     assert compose.missing_gates(contract, ROOT) == []
+
+
+def test_the_core_is_of_the_form_of_the_contract():
+    contracts = [compose.composed(ExecutionContract("Qwen3_5ForCausalLM", "cpu", Numerics(gdn_form=form))) for form in ("cpr_wy", "cpr")]
+    for contract, form in zip(contracts, ("cpr_wy", "cpr")):
+        named = {op for e in contract.composition if e.region == "gdn_core" for op, _ in e.implementations}
+        assert named == {f"gdn.{form}", f"gdn.{form}_prefill", f"gdn.{form}_decode"} and compose.missing_gates(contract, ROOT) == []
+    with pytest.raises(ContractError, match="composition.gdn_core: .* calls op gdn.cpr"):
+        dataclasses.replace(contracts[0], numerics=Numerics(gdn_form="cpr"))
 
 
 def test_a_gate_that_does_not_exist_is_found():
