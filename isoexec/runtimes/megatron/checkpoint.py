@@ -105,7 +105,9 @@ def gather_ranks(tensors: dict[str, Tensor], group) -> dict[str, Tensor]:
     return {name: tensor for rank in reversed(ranks) for name, tensor in rank.items()}
 
 
-def global_parameters(model: torch.nn.Module, layer_offset: int, expert_rank: int = 0, expert_ranks: int = 1) -> dict[str, torch.nn.Parameter]:
+def global_parameters(
+    model: torch.nn.Module, layer_offset: int, expert_rank: int = 0, expert_ranks: int = 1
+) -> dict[str, torch.nn.Parameter]:
     """Parameters by their names with global layer and expert indices."""
 
     def renamed(name: str) -> str:
@@ -132,8 +134,8 @@ def _recast(entry: Entry, tensor: Tensor, parameter: torch.nn.Parameter) -> Tens
     cast = tensor.to(parameter.dtype)
     if contract is not None and not torch.equal(cast.double(), tensor.double()):
         raise ContractError(
-            f"checkpoint: {entry.hf[0]} is {tensor.dtype} and {entry.name} {parameter.dtype}: the cast loses bits; store the checkpoint in the "
-            "parameter's dtype"
+            f"checkpoint: {entry.hf[0]} is {tensor.dtype} and {entry.name} {parameter.dtype}: the cast loses bits; store the checkpoint in "
+            "the parameter's dtype"
         )
     return cast  # without a contract upstream's modules hold bf16 and round
 

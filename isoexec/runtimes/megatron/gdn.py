@@ -36,9 +36,8 @@ class GatedDeltaNetWeights(GatedDeltaNet):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         channels = self.conv1d.in_channels
-        conv = ConvWeight(
-            channels, channels, self.conv_kernel_dim, groups=channels, bias=False, device=self.conv1d.weight.device, dtype=self.config.params_dtype
-        )
+        placed = dict(device=self.conv1d.weight.device, dtype=self.config.params_dtype)
+        conv = ConvWeight(channels, channels, self.conv_kernel_dim, groups=channels, bias=False, **placed)
         self.conv1d = _keeping_attributes(conv, self.conv1d)
         for name in FP32_PARAMETERS:
             before = getattr(self, name)
@@ -58,8 +57,8 @@ class GatedDeltaNetWeights(GatedDeltaNet):
         for name in FP32_PARAMETERS:
             if getattr(self, name).dtype != torch.float32:
                 raise ContractError(
-                    f"{name}: expected torch.float32, found {getattr(self, name).dtype}: exp of a rounded exponent is another decay; cast the "
-                    "model with its modules' own methods, or leave this parameter out"
+                    f"{name}: expected torch.float32, found {getattr(self, name).dtype}: exp of a rounded exponent is another decay; cast "
+                    "the model with its modules' own methods, or leave this parameter out"
                 )
         norm = self.out_norm()
         if self.tp_size > 1 and not self.config.sequence_parallel:

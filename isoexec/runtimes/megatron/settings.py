@@ -201,13 +201,13 @@ def _check_experts(contract: ExecutionContract, config) -> None:
     groups = contract.numerics.combine_groups
     if config.num_moe_experts % groups or groups % config.expert_model_parallel_size:
         raise ContractError(
-            f"expert_model_parallel_size: expected a divisor of numerics.combine_groups {groups}, and that one of {config.num_moe_experts} "
-            f"experts, found {config.expert_model_parallel_size}; lower it, or build the contract from the checkpoint"
+            f"expert_model_parallel_size: expected a divisor of numerics.combine_groups {groups}, and that one of "
+            f"{config.num_moe_experts} experts, found {config.expert_model_parallel_size}; lower it, or build the contract from the checkpoint"
         )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ContractError(
-            "sequence_parallel: expected True with experts under tensor parallelism, found False: every rank would train the experts on the "
-            "same tokens; switch it on"
+            "sequence_parallel: expected True with experts under tensor parallelism, found False: every rank would train the experts "
+            "on the same tokens; switch it on"
         )
 
 
