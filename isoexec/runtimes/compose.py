@@ -66,7 +66,8 @@ PROOFS = {
         ("tests/gdn/test_core_cpu.py::test_single_steps_equal_one_shot", "tests/gdn/test_gpu.py::test_gate"),
     ),
     "gdn_core.cpr": Proof(
-        ("tests/gdn/test_cpr_cpu.py",), (), ("gdn_chunk",), "equivalence", ("tests/gdn/test_cpr_cpu.py::test_single_steps_equal_one_shot", "")
+        ("tests/gdn/test_cpr_cpu.py",), (), ("gdn_chunk",), "equivalence",
+        ("tests/gdn/test_cpr_cpu.py::test_single_steps_equal_one_shot", ""),
     ),
     "router": Proof(("tests/moe/test_router.py",), ("tests/moe/test_router.py",)),
     "experts": Proof(("tests/moe/test_experts.py", "tests/moe/test_combine.py"), ("tests/moe/test_experts.py",), ("combine_groups",)),
