@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from isoexec.contract import (
@@ -36,6 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("isoexec: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:  # status 1 is a verdict (something differs); a fault of ours must not look like one
+        traceback.print_exc()
+        print(f"isoexec: {type(error).__name__}: {error}; this is a fault of isoexec, nothing was concluded", file=sys.stderr)
+        return 3
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,6 +16,26 @@ _STEP = 16
 _NOT_THE_FUNCTION = ("_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype", "auto_map")
 
 
+#: Entries of an HF config that are counts or widths, where they are given.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+
+
 def read_config(folder) -> dict:
     """The HF config of a checkpoint folder.
 
@@ -34,6 +54,13 @@ def read_config(folder) -> dict:
     names = config.get("architectures") if isinstance(config, dict) else None
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ContractError(f"model {str(folder)!r}: config.json: architectures: expected one name, found {names!r}")
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise ContractError(f"model {str(folder)!r}: config.json: text_config: expected an object, found {text!r}")
+    for name in _SIZES:
+        value = text.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ContractError(f"model {str(folder)!r}: config.json: {name}: expected a positive integer, found {value!r}")
     return config
 
 

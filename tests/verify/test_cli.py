@@ -26,6 +26,17 @@ def write(folder, weights=True, **changes):
     return str(folder)
 
 
+def test_a_fault_of_ours_is_not_a_verdict(monkeypatch, capsys):
+    """Status 1 says that logprobs differ; an exception must not end with it."""
+
+    def broken(options):
+        raise AttributeError("planted")
+
+    monkeypatch.setattr("isoexec.cli._verify", broken)
+    assert main(["verify"]) == 3
+    assert "AttributeError: planted; this is a fault of isoexec" in capsys.readouterr().err
+
+
 def test_a_built_contract_is_shown(tmp_path, capsys):
     model, file = write(tmp_path / "m"), str(tmp_path / "c.json")
     assert main(["contract", "build", "--model", model, "--backend", "cpu", "-o", file]) == 0
@@ -52,6 +63,7 @@ def test_row_leaves_fit_the_widths(tmp_path, width, leaves):
         ({"weights": False}, "no *.safetensors"),
         ({"max_position_embeddings": 128}, "max_position_embeddings: expected at least 512, found 128"),
         ({"vocab_size": None}, "vocab_size: expected at least"),
+        ({"num_attention_heads": "4"}, "num_attention_heads: expected a positive integer, found '4'"),
     ],
 )
 def test_models_that_cannot_be_verified(tmp_path, capsys, changes, text):
