@@ -44,6 +44,9 @@ def _verified(path: Path, digest: str) -> bool:
 def at_hand(file: File) -> Path | None:
     """The verified file if this machine has it."""
     folder = os.environ.get("ISOEXEC_ARCHIVES")
+    if folder and not Path(folder).is_dir():  # else a mistyped path would be a download
+        raise Stop(f"there is no folder ISOEXEC_ARCHIVES={folder}", expected="a folder with files named in third_party/pins.toml",
+                   do="correct the path, or unset ISOEXEC_ARCHIVES to take them from the package index")
     if folder and (path := Path(folder, file.archive)).exists():
         if not _verified(path, file.sha256):
             raise Stop(f"wrong content: {path}", expected=f"sha256 {file.sha256} (third_party/pins.toml)", found=f"sha256 {sha256(path)}",

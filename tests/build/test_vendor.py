@@ -29,11 +29,20 @@ def test_wrong_content_in_the_given_folder(empty_house):
 def test_no_network_says_what_to_do_and_leaves_a_tree_that_can_be_finished(empty_house):
     """An index nobody listens at, and the archives nowhere."""
     hidden = empty_house.archives.rename(empty_house.root / "hidden")
+    empty_house.archives.mkdir()
     unreachable = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_HTTP_RETRIES": "0", "ISOEXEC_UV": index.find_uv(),
                    "UV_CACHE_DIR": str(empty_house.root / "cache")}
     said = empty_house.tool("build", env=unreachable, ok=False)
     assert "package index could not be asked" in said and "ISOEXEC_ARCHIVES" in said
+    empty_house.archives.rmdir()
     hidden.rename(empty_house.archives)
+    empty_house.build()
+
+
+def test_a_given_folder_that_is_not_there_is_no_download(empty_house):
+    wrong = str(empty_house.archives) + " "
+    said = empty_house.tool("build", env={"ISOEXEC_ARCHIVES": wrong}, ok=False)
+    assert f"there is no folder ISOEXEC_ARCHIVES={wrong}" in said and "fetching" not in said
     empty_house.build()
 
 
