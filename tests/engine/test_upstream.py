@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -28,7 +29,10 @@ engine.close()
 @pytest.fixture(scope="module")
 def pristine_tree(tmp_path_factory):
     """The Python files of the tree's commit `upstream`, with the build's compiled extensions."""
-    vllm = pytest.importorskip("vllm", reason="vLLM is not installed; run `make build`")
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed; run `make build`")
+    import vllm
+
     tree = Path(vllm.__file__).parents[1]
     if subprocess.run(["git", "-C", tree, "cat-file", "-e", "upstream"], capture_output=True).returncode:
         pytest.skip(f"{tree} is not a build tree with a commit `upstream`; run `make build`")
