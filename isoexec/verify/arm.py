@@ -11,7 +11,7 @@ from pathlib import Path
 from isoexec.verify.compare import Comparison, Scored, compare
 from isoexec.verify.progress import Progress
 from isoexec.verify.prompts import make_prompts, packings, request_seeds
-from isoexec.verify.protocol import Worker, WorkerGroup
+from isoexec.verify.protocol import OperationFailed, Worker, WorkerGroup, WorkerRefused
 from isoexec.verify.settings import SCORE, EngineShape, Plan, Scoring, Setting
 
 FIRST_WEIGHTS, SECOND_WEIGHTS = "first", "second"
@@ -76,9 +76,12 @@ class ArmRun:
         self.prompts = make_prompts(plan.prompt_count, model.vocab_size, seed=plan.seed)
         self.seeds = request_seeds(self.prompts, seed=plan.seed + 1)
         self.samples: list[Sample] = []
+        self.unable: str | None = None
 
     def run(self) -> list[Comparison]:
         """Every setting of the plan, compared.
+
+        Upstream does not run everything on every machine: where the native arm fails, it keeps what it has and says why in :attr:`unable`.
 
         Raises:
             WorkerError: a worker failed; the whole group has been stopped.
@@ -93,15 +96,22 @@ class ArmRun:
             for scoring in self._scoring:
                 scoring.result()
         except BaseException as error:
-            self._group.fail(error)
-            raise
+            if not self._may_fail(error):
+                self._group.fail(error)
+                raise
+            self.unable = str(error)
+            self._progress(f"{self.arm}: cannot go on: {self.unable}")
         finally:
             self._queue.shutdown(wait=True, cancel_futures=True)
         return [
             compare(self.model.name, self.arm, f"{s.setting.name} / {scoring.name}", s.engine, s.trainer[scoring.name])
             for s in self.samples
             for scoring in self._scorings(s.setting)
+            if scoring.name in s.trainer
         ]
+
+    def _may_fail(self, error: BaseException) -> bool:
+        return self.arm == "native" and isinstance(error, OperationFailed) and not isinstance(error, WorkerRefused)
 
     def control(self) -> Comparison:
         """Negative control, after :meth:`run`: the samples of ``train_on`` against a trainer with one weight off by one ulp."""
@@ -219,5 +229,5 @@ class ArmRun:
         return future
 
     def _stop_on_failure(self, future: Future) -> None:
-        if not future.cancelled() and future.exception() is not None:
+        if not future.cancelled() and future.exception() is not None and not self._may_fail(future.exception()):
             self._group.fail(future.exception())

@@ -167,7 +167,10 @@ ACCURACY_BOUND = 1.1
 
 
 def accurate_enough(isoexec: Accuracy, native: Accuracy) -> bool:
-    """Whether each side of the isoexec arm is within :data:`ACCURACY_BOUND` of the same side of the native arm. NaN never is."""
-    return all(
-        getattr(isoexec, side) <= ACCURACY_BOUND * getattr(native, side) for side in ("engine", "trainer")
-    )
+    """Whether each side of the isoexec arm is within :data:`ACCURACY_BOUND` of the same side of the native arm. NaN never is.
+
+    Where one native side is not finite, the other one is the measure of both.
+    """
+    finite = [error for error in (native.engine, native.trainer) if math.isfinite(error)]
+    sides = ((isoexec.engine, native.engine), (isoexec.trainer, native.trainer))
+    return all(ours <= ACCURACY_BOUND * (theirs if math.isfinite(theirs) else max(finite, default=math.inf)) for ours, theirs in sides)

@@ -27,7 +27,11 @@ class WorkerError(RuntimeError):
     """A worker died, did not answer in time, or answered something else; the message names it and its log."""
 
 
-class WorkerRefused(WorkerError):
+class OperationFailed(WorkerError):
+    """An operation raised an exception; the worker serves on."""
+
+
+class WorkerRefused(OperationFailed):
     """A worker refused its input with a :class:`~isoexec.contract.ContractError`."""
 
 
@@ -122,7 +126,8 @@ class Worker:
 
         Raises:
             WorkerRefused: the operation raised a ContractError.
-            WorkerError: it raised anything else, the worker died, or there was no answer within ``timeout`` seconds.
+            OperationFailed: it raised anything else.
+            WorkerError: the worker died, or there was no answer within ``timeout`` seconds.
         """
         self.started(timeout)
         try:
@@ -165,7 +170,7 @@ class Worker:
         before = self.seconds.get(operation, (0.0, 0.0))
         self.seconds[operation] = [round(old + new, 2) for old, new in zip(before, seconds, strict=True)]
         if outcome == "error":
-            kind = WorkerRefused if answer.get("kind") == "refused" else WorkerError
+            kind = WorkerRefused if answer.get("kind") == "refused" else OperationFailed
             raise self._error(f"{operation!r} failed: {content}", kind)
         return content
 

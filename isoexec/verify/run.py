@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import math
 import shutil
 import signal
 import sys
@@ -20,7 +21,7 @@ from isoexec.verify.plant import plant_ulp
 from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import Worker, WorkerError, WorkerGroup, WorkerRefused
 from isoexec.verify.report import table, write_json, write_picture
-from isoexec.verify.settings import ARCHITECTURES, MAX_MODEL_LEN, Plan, control_plan, full_plan, quick_plan
+from isoexec.verify.settings import ARCHITECTURES, MADE_ARCHITECTURES, MAX_MODEL_LEN, Plan, brief_plan, control_plan, full_plan, quick_plan
 from isoexec.verify.verdict import BAD_INPUT, INCONCLUSIVE, Verdict, add_changed_logprobs
 
 ARMS = ("native", "isoexec")
@@ -35,7 +36,8 @@ class Options:
     Attributes:
         model: HF-format folder, or None to make a random checkpoint of every supported architecture.
         out: folder for verify.json, verify.png and logs/.
-        plan: what to run.
+        plan: what to run on the model, or on the first that is made.
+        later_plan: what to run on the others that are made.
         plant: move one weight of the isoexec trainer's copy by one ulp; the run must then report differences.
         timeout: seconds in which a worker must answer.
     """
@@ -43,6 +45,7 @@ class Options:
     model: Path | None
     out: Path
     plan: Plan
+    later_plan: Plan
     plant: bool = False
     timeout: float = 600.0
 
@@ -56,13 +59,14 @@ def make_options(
         ContractError: the model folder cannot be verified; says why in one line.
     """
     plan = control_plan() if plant else full_plan() if full else quick_plan()
+    later_plan = plan if plant or full else brief_plan()
     folder = Path(model).resolve() if model else None
     if folder:
         check_model(folder)
     for name, value in (("prompts", prompts), ("tokens", tokens)):
         if value is not None and value < 8:
             raise ContractError(f"--{name} {value}: expected at least 8, else settings do not exercise what they claim")
-    return Options(folder, Path(out), plan.limited(prompts, tokens), plant, timeout)
+    return Options(folder, Path(out), plan.limited(prompts, tokens), later_plan.limited(prompts, tokens), plant, timeout)
 
 
 def verify(options: Options) -> int:
@@ -107,10 +111,11 @@ class _Run:
     def run(self) -> int:
         self._start_workers()
         if self._options.model:
-            self._run_model(self._options.model)
+            self._run_model(self._options.model, self._options.plan)
         else:
-            for architecture in ARCHITECTURES:
-                self._run_model(self._make_checkpoint(architecture))
+            for architecture in MADE_ARCHITECTURES:
+                first = architecture == MADE_ARCHITECTURES[0]
+                self._run_model(self._make_checkpoint(architecture), self._options.plan if first else self._options.later_plan)
         return self._report()
 
     def _start_workers(self) -> None:
@@ -137,9 +142,9 @@ class _Run:
         self._progress(f"made a checkpoint: {architecture}")
         return folder
 
-    def _run_model(self, folder: Path) -> None:
+    def _run_model(self, folder: Path, plan: Plan) -> None:
         model = self._describe(folder)
-        runs = {arm: self._arm_run(arm, model) for arm in self._arms}
+        runs = {arm: self._arm_run(arm, model, plan) for arm in self._arms}
         with ThreadPoolExecutor(len(runs), thread_name_prefix="arm") as pool:
             futures = {arm: pool.submit(run.run) for arm, run in runs.items()}
             try:
@@ -152,12 +157,15 @@ class _Run:
         samples = {arm: run.samples for arm, run in runs.items()}
         for arm_samples in samples.values():
             add_changed_logprobs(arm_samples)
-        errors = {arm: self._accuracy(model, run) for arm, run in runs.items()} if "native" in runs else {}
+        unable = {arm: run.unable for arm, run in runs.items() if run.unable}
+        self._verdict.warnings += [f"{model.name}: {arm}: did not run every setting: {why}" for arm, why in unable.items()]
+        errors = {arm: self._accuracy(model, run) for arm, run in runs.items() if arm not in unable} if "native" in runs else {}
         self._verdict.judge_model(model, comparisons, samples, errors, control)
         self._comparisons += comparisons
         self._models[model.name] = {
             "contract_sha256": contract_for_model(folder, BACKEND).digest,
-            "mean_abs_error_to_hf_fp32": {arm: dataclasses.asdict(a) for arm, a in errors.items()},
+            "mean_abs_error_to_hf_fp32": {arm: _finite(dataclasses.asdict(a)) for arm, a in errors.items()},
+            "unable": unable,
             "control": control.as_run(),
             "evidence": {arm: {s.setting.name: s.evidence for s in arm_samples} for arm, arm_samples in samples.items()},
         }
@@ -179,10 +187,10 @@ class _Run:
             contract=contract,
         )
 
-    def _arm_run(self, arm: str, model: ModelUnderTest) -> ArmRun:
+    def _arm_run(self, arm: str, model: ModelUnderTest, plan: Plan) -> ArmRun:
         options = self._options
         return ArmRun(
-            arm, model, options.plan, self._workers[arm], self._group, self._work, self._progress, options.timeout
+            arm, model, plan, self._workers[arm], self._group, self._work, self._progress, options.timeout
         )
 
     def _accuracy(self, model: ModelUnderTest, run: ArmRun) -> Accuracy:
@@ -226,7 +234,7 @@ class _Run:
         for model, entry in self._models.items():
             for arm, error in entry["mean_abs_error_to_hf_fp32"].items():
                 print(
-                    f"{model}: {arm}: mean |logprob - HF fp32| {error['engine']:.3e} engine, {error['trainer']:.3e} trainer"
+                    f"{model}: {arm}: mean |logprob - HF fp32| {_said(error['engine'])} engine, {_said(error['trainer'])} trainer"
                 )
         for line in self._verdict.lines():
             print(line)
@@ -257,6 +265,15 @@ def check_model(folder: Path) -> dict:
         if not isinstance(text.get(name), int) or text[name] < least:
             raise ContractError(f"model {str(folder)!r}: config.json: {name}: expected at least {least}, found {text.get(name)!r}")
     return config
+
+
+def _finite(numbers: dict) -> dict:
+    """The numbers, null where JSON has none."""
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+
+
+def _said(error: float | None) -> str:
+    return "not finite" if error is None else f"{error:.3e}"
 
 
 def text_config(config: dict) -> dict:

@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 #: Architectures that both runtimes execute with the contract on.
-ARCHITECTURES = ("Qwen3ForCausalLM",)
+ARCHITECTURES = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+
+#: Those of which a run without a model makes a checkpoint: every kind of layer, with a vision tower beside it and without.
+MADE_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 
 #: Longest sequence of an engine: the longest prompt and its new tokens fit.
 MAX_MODEL_LEN = 512
@@ -179,6 +189,11 @@ def quick_plan() -> Plan:
             ),
         )
     )
+
+
+def brief_plan() -> Plan:
+    """Every setting of :func:`quick_plan` on fewer tokens, for the architectures beside the first."""
+    return quick_plan().limited(prompts=16, tokens=48)  # enough new tokens to fill the tight cache, hybrids included
 
 
 def control_plan() -> Plan:

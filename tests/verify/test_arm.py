@@ -8,7 +8,7 @@ from fakes import FakeEngine, FakeTrainer
 from isoexec.verify.arm import ArmRun, ModelUnderTest
 from isoexec.verify.compare import Accuracy
 from isoexec.verify.progress import Progress
-from isoexec.verify.protocol import WorkerError, WorkerGroup
+from isoexec.verify.protocol import OperationFailed, WorkerError, WorkerGroup, WorkerRefused
 from isoexec.verify.settings import full_plan, quick_plan
 from isoexec.verify.verdict import DIFFERENT, EQUAL, INCONCLUSIVE, Verdict, add_changed_logprobs
 
@@ -168,3 +168,26 @@ def test_a_failing_trainer_ends_the_arm(model, tmp_path):
 
     with pytest.raises(WorkerError, match="died in 'score'"):
         run_arm(model, tmp_path, trainer=Failing())
+
+
+class Failing(FakeEngine):
+    """Raises in the second setting."""
+
+    def generate(self, *args, **kwargs):
+        if sum(operation == "generate" for operation, _ in self.calls) > 1:
+            raise self.behaviour["error"]
+        return super().generate(*args, **kwargs)
+
+
+def test_a_native_arm_that_cannot_go_on_says_so_and_keeps_what_it_has(model, tmp_path):
+    run, comparisons = run_arm(model, tmp_path, arm="native", engine=Failing(error=OperationFailed("no such kernel")))
+    assert run.unable == "no such kernel" and len(run.samples) == 1
+    assert {c.setting for c in comparisons} <= {"one at a time / score"}
+
+
+@pytest.mark.parametrize(
+    ("arm", "error"), [("isoexec", OperationFailed), ("native", WorkerError), ("native", WorkerRefused)], ids=["isoexec", "died", "refused"]
+)
+def test_other_failures_stop_the_run(model, tmp_path, arm, error):
+    with pytest.raises(error):
+        run_arm(model, tmp_path, arm=arm, engine=Failing(error=error("gone")))

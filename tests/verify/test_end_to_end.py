@@ -11,9 +11,12 @@ import pytest
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The command's result and the folder it wrote."""
+    from isoexec.verify.checkpoint import make_checkpoint
+
     out = tmp_path_factory.mktemp("verify")
+    model = make_checkpoint(tmp_path_factory.mktemp("model") / "Qwen3ForCausalLM")  # of the architectures that the command runs by itself
     environment = {k: v for k, v in os.environ.items() if k != "ISOEXEC_CONTRACT"}
-    command = [sys.executable, "-m", "isoexec.cli", "verify", "--prompts", "16", "--tokens", "24", "--out", str(out)]
+    command = [sys.executable, "-m", "isoexec.cli", "verify", "--model", str(model), "--prompts", "16", "--tokens", "24", "--out", str(out)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500), out
 
 

@@ -56,3 +56,13 @@ def test_full_plan_has_every_pair():
     settings = every_setting(full_plan())
     assert len(settings) > 2 * len(every_setting(quick_plan()))
     assert all({scoring.recompute for scoring in s.scorings} == {True, False} for s in settings)
+
+
+def test_made_architectures_have_every_kind_of_layer():
+    """Each is one that make_checkpoint and both runtimes know; together they have experts, Gated DeltaNet and a nested checkpoint."""
+    from isoexec.verify import checkpoint, settings
+
+    assert set(settings.MADE_ARCHITECTURES) <= set(settings.ARCHITECTURES) == set(checkpoint.ARCHITECTURES)
+    for part in ("Qwen3Moe", "Qwen3_5For", "Qwen3_5Moe", "ForConditionalGeneration"):
+        assert any(part in name for name in settings.MADE_ARCHITECTURES)
+    assert settings.brief_plan().names == quick_plan().names
