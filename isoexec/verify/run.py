@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import math
 import shutil
@@ -63,10 +65,31 @@ def make_options(
     folder = Path(model).resolve() if model else None
     if folder:
         check_model(folder)
-    for name, value in (("prompts", prompts), ("tokens", tokens)):
-        if value is not None and value < 8:
-            raise ContractError(f"--{name} {value}: expected at least 8, else settings do not exercise what they claim")
+    for name, value, least in (("prompts", prompts, 16), ("tokens", tokens, 8)):
+        if value is not None and value < least:
+            raise ContractError(f"--{name} {value}: expected at least {least}, else settings do not exercise what they claim")
+    _check_backend()
     return Options(folder, Path(out), plan.limited(prompts, tokens), later_plan.limited(prompts, tokens), plant, timeout)
+
+
+def _check_backend() -> None:
+    version = importlib.metadata.version("vllm")
+    if BACKEND not in version:
+        raise ContractError(
+            f"this environment holds vLLM {version}, and the proof of the whole stack runs on the {BACKEND} so far; "
+            f"run `make build verify-logprobs BACKEND={BACKEND}`"
+        )
+
+
+@contextlib.contextmanager
+def _alone(out: Path):
+    """Hold ``out`` against a second run, which would overwrite this one's results and logs."""
+    with open(out / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ContractError(f"another run writes to {str(out)!r}; wait for it, or name another folder with --out") from None
+        yield
 
 
 def verify(options: Options) -> int:
@@ -76,8 +99,13 @@ def verify(options: Options) -> int:
     """
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for name in ("verify.json", "verify.png"):  # a run that ends early leaves no older result behind
-        (options.out / name).unlink(missing_ok=True)
+    with _alone(options.out):
+        for name in ("verify.json", "verify.png"):  # a run that ends early leaves no older result behind
+            (options.out / name).unlink(missing_ok=True)
+        return _verify(options, logs)
+
+
+def _verify(options: Options, logs: Path) -> int:
     progress = Progress()
     previous = signal.signal(signal.SIGTERM, _raise_interrupt)
     work = Path(tempfile.mkdtemp(prefix="isoexec-verify-"))

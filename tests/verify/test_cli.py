@@ -1,5 +1,6 @@
 """The command line: contracts, and bad input in one line with exit status 2."""
 
+import fcntl
 import json
 
 import pytest
@@ -87,6 +88,20 @@ def test_a_width_that_no_leaf_divides(tmp_path, capsys):
     assert not (tmp_path / "c.json").exists()
 
 
+def test_a_folder_in_use_is_refused(tmp_path, capsys):
+    """Two runs would overwrite each other's results."""
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["verify", "--out", str(tmp_path)]) == 2
+    assert "another run writes to" in capsys.readouterr().err
+
+
+def test_an_environment_of_another_backend_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.23.0+precompiled")
+    assert main(["verify", "--out", str(tmp_path)]) == 2
+    assert "holds vLLM 0.23.0+precompiled" in capsys.readouterr().err
+
+
 def test_too_few_prompts(tmp_path, capsys):
     assert main(["verify", "--prompts", "3", "--out", str(tmp_path / "out")]) == 2
-    assert "--prompts 3: expected at least 8" in capsys.readouterr().err
+    assert "--prompts 3: expected at least 16" in capsys.readouterr().err
