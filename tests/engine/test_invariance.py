@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import pytest
@@ -47,6 +48,13 @@ class TestOneEngine:
     def test_batch_size(self, engine, prompts, together, size):
         which = list(range(40, 40 + size))
         assert all(same(sample(engine, prompts, which), [together[i] for i in which]))
+
+    def test_every_number_in_flight(self, engine, prompts, together):
+        """1 to 64 short sequences at once."""
+        short = [i for i in range(64) if len(prompts[i]) <= 33]
+        for size in range(1, 65):
+            which = [short[(size + i) % len(short)] for i in range(size)]
+            assert all(same(sample(engine, prompts, which), [together[i] for i in which])), size
 
     def test_order_of_submission(self, engine, prompts, together):
         which = [(37 * i + 11) % 64 for i in range(64)]
@@ -119,6 +127,30 @@ def test_chunked_prefill(open_engine, checkpoint, prompts, together):
     which = list(range(24))
     with open_engine(checkpoint, max_num_batched_tokens=33, max_num_seqs=16) as chunked:
         assert all(same(sample(chunked, prompts, which), [together[i] for i in which]))
+
+
+def test_257_at_once(open_engine, checkpoint, prompts, together):
+    which = [i % 64 for i in range(257)]
+    with open_engine(checkpoint, max_num_seqs=257) as engine:
+        assert all(same(sample(engine, prompts, which), [together[i] for i in which]))
+
+
+@pytest.mark.parametrize("position", range(1, TOKENS))
+def test_preemption_at_every_position(engine, prompts, together, monkeypatch, position):
+    """Evicted after ``position`` tokens, sequences are recomputed and go on in the same bits."""
+    which = [0, 4, 7, 10, 11]
+    core, before = engine._llm.llm_engine, engine.num_preemptions
+    step, steps = core.step, itertools.count(1)
+
+    def evict_once():
+        outputs = step()
+        if next(steps) == position:
+            assert core.reset_prefix_cache(reset_running_requests=True)
+        return outputs
+
+    monkeypatch.setattr(core, "step", evict_once)
+    assert all(same(sample(engine, prompts, which), [together[i] for i in which]))
+    assert engine.num_preemptions - before == len(which)
 
 
 def test_preemption(open_engine, checkpoint, prompts):
