@@ -167,10 +167,11 @@ ACCURACY_BOUND = 1.1
 
 
 def accurate_enough(isoexec: Accuracy, native: Accuracy) -> bool:
-    """Whether each side of the isoexec arm is within :data:`ACCURACY_BOUND` of the same side of the native arm. NaN never is.
+    """Whether the error of the isoexec arm is within :data:`ACCURACY_BOUND` of the native arm's. NaN never is.
 
-    Where one native side is not finite, the other one is the measure of both.
+    An arm's error is the mean over its two sides. A side alone is too coarse a measure: where a router picks other experts on a last bit, the
+    two native sides differ by a fifth on the very same tokens. A native side without finite numbers measures nothing and is left out.
     """
+    ours = (isoexec.engine + isoexec.trainer) / 2
     finite = [error for error in (native.engine, native.trainer) if math.isfinite(error)]
-    sides = ((isoexec.engine, native.engine), (isoexec.trainer, native.trainer))
-    return all(ours <= ACCURACY_BOUND * (theirs if math.isfinite(theirs) else max(finite, default=math.inf)) for ours, theirs in sides)
+    return ours <= ACCURACY_BOUND * (sum(finite) / len(finite) if finite else math.inf)

@@ -95,9 +95,9 @@ def test_accuracy():
 
 def test_accuracy_bound():
     native = Accuracy(9, 1e-2, 2e-2)
-    assert accurate_enough(Accuracy(9, 1.1e-2, 2.2e-2), native)
-    assert not accurate_enough(Accuracy(9, 1.11e-2, 1e-2), native)
-    assert not accurate_enough(Accuracy(9, 1e-2, 2.21e-2), native)
+    assert accurate_enough(Accuracy(9, 1.64e-2, 1.64e-2), native)
+    assert not accurate_enough(Accuracy(9, 1.66e-2, 1.66e-2), native)
+    assert not accurate_enough(Accuracy(9, 1e-2, 2.4e-2), native)
     assert not accurate_enough(Accuracy(9, float("nan"), 1e-2), native)
     blind = Accuracy(9, float("nan"), 2e-2)  # a native side without numbers: the other one is the measure
-    assert accurate_enough(Accuracy(9, 2e-2, 2e-2), blind) and not accurate_enough(Accuracy(9, 2.3e-2, 2e-2), blind)
+    assert accurate_enough(Accuracy(9, 2e-2, 2e-2), blind) and not accurate_enough(Accuracy(9, 2.3e-2, 2.3e-2), blind)
