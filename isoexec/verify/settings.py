@@ -205,7 +205,7 @@ def full_plan() -> Plan:
     """The whole matrix: every engine shape, both temperatures, every trainer pass, all of it again after a sync."""
     shapes = (
         (WHOLE, ()),
-        *((EngineShape(f"chunked {n}", max_num_batched_tokens=n), ("chunked_prompts",)) for n in (33, CHUNK_BUDGET, 193)),
+        *((EngineShape(f"chunked {n}", max_num_seqs=min(n, 64), max_num_batched_tokens=n), ("chunked_prompts",)) for n in (33, CHUNK_BUDGET, 193)),
         (TIGHT, ("preemptions",)),
         (PREFIX, ()),
     )
