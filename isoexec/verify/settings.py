@@ -203,9 +203,11 @@ def control_plan() -> Plan:
 
 def full_plan() -> Plan:
     """The whole matrix: every engine shape, both temperatures, every trainer pass, all of it again after a sync."""
+    budgets = (33, CHUNK_BUDGET, 193)
+    chunked = [EngineShape(f"chunked {n}", max_num_seqs=min(n, 64), max_num_batched_tokens=n) for n in budgets]
     shapes = (
         (WHOLE, ()),
-        *((EngineShape(f"chunked {n}", max_num_seqs=min(n, 64), max_num_batched_tokens=n), ("chunked_prompts",)) for n in (33, CHUNK_BUDGET, 193)),
+        *((shape, ("chunked_prompts",)) for shape in chunked),
         (TIGHT, ("preemptions",)),
         (PREFIX, ()),
     )
