@@ -45,6 +45,14 @@ def test_calls_are_counted_by_case():
     assert "engine_decode" in CASES
 
 
+def test_a_thread_knows_its_layer():
+    with registry.in_layer(3):
+        with registry.in_layer(4):
+            assert registry.current_layer() == 4
+        assert registry.current_layer() == 3
+    assert registry.current_layer() is None
+
+
 def marked(x):
     return registry.current_op()
 

@@ -21,6 +21,7 @@ import torch
 from isoexec.contract import CASES, ContractError
 
 _case: contextvars.ContextVar[str | None] = contextvars.ContextVar("isoexec_case", default=None)
+_layer: contextvars.ContextVar[int | None] = contextvars.ContextVar("isoexec_layer", default=None)
 _inside: contextvars.ContextVar[str | None] = contextvars.ContextVar("isoexec_op", default=None)
 _served: Counter[tuple[str, str | None, str]] = Counter()
 _declared: dict[str, OpDeclaration] = {}
@@ -106,6 +107,16 @@ def executing(case: str):
         _case.reset(token)
 
 
+@contextlib.contextmanager
+def in_layer(index: int):
+    """Attribute what runs inside the block to decoder layer ``index`` of the whole model, counted from 0."""
+    token = _layer.set(index)
+    try:
+        yield
+    finally:
+        _layer.reset(token)
+
+
 def current_op() -> str | None:
     """Name of the op that this thread is inside of, or None."""
     return _inside.get()
@@ -114,6 +125,11 @@ def current_op() -> str | None:
 def current_case() -> str | None:
     """Case that this thread executes, or None."""
     return _case.get()
+
+
+def current_layer() -> int | None:
+    """Decoder layer that this thread executes, or None."""
+    return _layer.get()
 
 
 def served() -> dict[tuple[str, str | None, str], int]:

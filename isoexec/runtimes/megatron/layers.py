@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from isoexec.contract import ContractError, ExecutionContract
 from isoexec.ops import attention, norm
+from isoexec.ops._core import registry
 from isoexec.runtimes.megatron import modules
 
 Tensor = torch.Tensor
@@ -43,8 +44,9 @@ class ContractLayer(TransformerLayer):
             raise ContractError(f"hidden_states: expected [tokens, 1, hidden], found {tuple(hidden_states.shape)}; pack the sequences")
         cos, sin = rotary_pos_emb
         bounds = modules.cu_seqlens(packed_seq_params, cos.shape[0])
-        x, residual = self.compute(hidden_states.squeeze(1), (cos, sin), bounds)
-        return norm.residual_add(x, residual).unsqueeze(1), None
+        with registry.in_layer(self.layer_number - 1):
+            x, residual = self.compute(hidden_states.squeeze(1), (cos, sin), bounds)
+            return norm.residual_add(x, residual).unsqueeze(1), None
 
     def compute(self, x: Tensor, rope_table: tuple[Tensor, Tensor], cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """(x [S, D], residual [S, D]) of the layer, not yet added.

@@ -25,10 +25,11 @@ def forward(model, contract, input_ids, positions, inputs_embeds=None):
         first = model.layers[0].self_attn
         rope_table = rope.rope_table(positions, first.head_dim, model.config.rope_parameters["rope_theta"])
         residual_TD = None
-        for layer in model.layers:
-            x_TD, residual_TD = qwen3.decoder_layer(
-                x_TD, residual_TD, parameters(layer), rope_table, layers.attend(layer.self_attn.attn), contract.numerics
-            )
+        for index, layer in enumerate(model.layers):
+            with registry.in_layer(index):
+                x_TD, residual_TD = qwen3.decoder_layer(
+                    x_TD, residual_TD, parameters(layer), rope_table, layers.attend(layer.self_attn.attn), contract.numerics
+                )
         return qwen3.final_norm(x_TD, residual_TD, model.norm.weight, model.norm.variance_epsilon)
 
 

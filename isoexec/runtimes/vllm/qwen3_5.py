@@ -30,14 +30,15 @@ def forward(model, contract, input_ids, positions, inputs_embeds=None):
         rotary_dim = int(config.head_dim * rope_parameters["partial_rotary_factor"])
         table = rope.rope_table(positions[0] if positions.dim() == 2 else positions, rotary_dim, rope_parameters["rope_theta"])
         residual_TD = None
-        for layer in model.layers:
-            held = parameters(layer, config)
-            run = qwen3_5_moe if isinstance(held, qwen3_5_moe.Qwen35MoELayer) else qwen3_5
-            if layer.layer_type == "full_attention":
-                attend = layers.attend(layer.self_attn.attn)
-                x_TD, residual_TD = run.attention_layer(x_TD, residual_TD, held, table, attend, numerics)
-            else:
-                x_TD, residual_TD = run.gdn_layer(x_TD, residual_TD, held, *gdn.callbacks(layer.linear_attn, contract), numerics)
+        for index, layer in enumerate(model.layers):
+            with registry.in_layer(index):
+                held = parameters(layer, config)
+                run = qwen3_5_moe if isinstance(held, qwen3_5_moe.Qwen35MoELayer) else qwen3_5
+                if layer.layer_type == "full_attention":
+                    attend = layers.attend(layer.self_attn.attn)
+                    x_TD, residual_TD = run.attention_layer(x_TD, residual_TD, held, table, attend, numerics)
+                else:
+                    x_TD, residual_TD = run.gdn_layer(x_TD, residual_TD, held, *gdn.callbacks(layer.linear_attn, contract), numerics)
         return qwen3_5.final_norm(x_TD, residual_TD, model.norm.weight, model.norm.variance_epsilon)
 
 

@@ -16,13 +16,14 @@ def forward(model, contract, input_ids, positions, inputs_embeds=None):
         x_TD = layers.embed(model, input_ids, inputs_embeds)
         rope_table = rope.rope_table(positions, model.layers[0].self_attn.head_dim, config.rope_parameters["rope_theta"])
         residual_TD = None
-        for layer in model.layers:
+        for index, layer in enumerate(model.layers):
             attend = layers.attend(layer.self_attn.attn)
-            if hasattr(layer.mlp, "experts"):
-                held = parameters(layer, config.num_experts_per_tok, config.norm_topk_prob)
-                x_TD, residual_TD = qwen3_moe.decoder_layer(x_TD, residual_TD, held, rope_table, attend, numerics)
-            else:
-                x_TD, residual_TD = qwen3.decoder_layer(x_TD, residual_TD, dense_parameters(layer), rope_table, attend, numerics)
+            with registry.in_layer(index):
+                if hasattr(layer.mlp, "experts"):
+                    held = parameters(layer, config.num_experts_per_tok, config.norm_topk_prob)
+                    x_TD, residual_TD = qwen3_moe.decoder_layer(x_TD, residual_TD, held, rope_table, attend, numerics)
+                else:
+                    x_TD, residual_TD = qwen3.decoder_layer(x_TD, residual_TD, dense_parameters(layer), rope_table, attend, numerics)
         return qwen3.final_norm(x_TD, residual_TD, model.norm.weight, model.norm.variance_epsilon)
 
 
