@@ -15,8 +15,6 @@ from isoexec.verify.protocol import OperationFailed, Worker, WorkerGroup, Worker
 from isoexec.verify.settings import SCORE, EngineShape, Plan, Scoring, Setting
 
 FIRST_WEIGHTS, SECOND_WEIGHTS = "first", "second"
-#: Vocabulary entries up to which whole rows are compared.
-LARGEST_ROW = 16384
 
 
 @dataclass
@@ -52,11 +50,6 @@ class ModelUnderTest:
     vocab_size: int
     contract: Path
 
-    @property
-    def compares_rows(self) -> bool:
-        """Whether whole rows are digested; the engine hands a row over as Python numbers, too many for a large vocabulary."""
-        return self.vocab_size <= LARGEST_ROW
-
 
 class ArmRun:
     """Runs the plan with one engine and one trainer process. The trainer scores while the engine samples the next setting."""
@@ -77,6 +70,7 @@ class ArmRun:
         self.seeds = request_seeds(self.prompts, seed=plan.seed + 1)
         self.samples: list[Sample] = []
         self.unable: str | None = None
+        self._opened: Path | None = None  # by score_others
 
     def run(self) -> list[Comparison]:
         """Every setting of the plan, compared.
@@ -120,6 +114,17 @@ class ArmRun:
         scores = self._score(sample, SCORE)
         return compare(self.model.name, self.arm, f"{sample.setting.name} / planted ulp", sample.engine, scores)
 
+    def score_others(self, folder: Path, sequences: list[list[list[int]]], temperature: float) -> list[list[int]]:
+        """This arm's trainer, after :meth:`run`, on [prompt, tokens] that another arm sampled: fp32 bit patterns by sequence."""
+        if self._opened != folder:
+            self._trainer.call("open", self._timeout, **self._trainer_arguments(folder))
+            self._opened = folder
+        sizes = [[index] for index in range(len(sequences))]  # one sequence a group, as in _packing
+        answer = self._trainer.call(
+            "score", self._timeout, sequences=sequences, temperature=temperature, packing=sizes, grad=False, recompute=False, rows=False
+        )
+        return [a["logprobs"] for a in answer]
+
     def _trainer_arguments(self, folder: Path) -> dict:
         return {"model": str(folder), "contract": self._contract, "learning_rate": self.plan.learning_rate}
 
@@ -159,7 +164,7 @@ class ArmRun:
             temperature=setting.temperature,
             max_tokens=setting.max_tokens,
             one_at_a_time=setting.one_at_a_time,
-            rows=self.model.compares_rows,
+            rows=True,
         )
         rollouts = [rollout for _, rollout in sorted(zip(order, answer["rollouts"], strict=True), key=lambda pair: pair[0])]
         sample = Sample(
@@ -196,7 +201,7 @@ class ArmRun:
             packing=self._packing(sample, scoring),
             grad=scoring.grad,
             recompute=scoring.recompute,
-            rows=self.model.compares_rows,
+            rows=True,
         )
         return [Scored(a["logprobs"], a["rows"]) for a in answer]
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, contract_for_model, read_config
+from isoexec.verify.accuracy import Accuracy, measure
 from isoexec.verify.arm import FIRST_WEIGHTS, ArmRun, ModelUnderTest
-from isoexec.verify.compare import Accuracy, Comparison, accuracy
+from isoexec.verify.compare import Comparison
 from isoexec.verify.plant import plant_ulp
 from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import Worker, WorkerError, WorkerGroup, WorkerRefused
@@ -187,12 +188,12 @@ class _Run:
             add_changed_logprobs(arm_samples)
         unable = {arm: run.unable for arm, run in runs.items() if run.unable}
         self._verdict.warnings += [f"{model.name}: {arm}: did not run every setting: {why}" for arm, why in unable.items()]
-        errors = {arm: self._accuracy(model, run) for arm, run in runs.items() if arm not in unable} if "native" in runs else {}
+        errors = self._accuracy(model, runs["isoexec"], runs["native"]) if "native" in runs else None
         self._verdict.judge_model(model, comparisons, samples, errors, control)
         self._comparisons += comparisons
         self._models[model.name] = {
             "contract_sha256": contract_for_model(folder, BACKEND).digest,
-            "mean_abs_error_to_hf_fp32": {arm: _finite(dataclasses.asdict(a)) for arm, a in errors.items()},
+            "mean_abs_error_to_hf_fp32": errors and _finite(dataclasses.asdict(errors)),
             "unable": unable,
             "control": control.as_run(),
             "evidence": {arm: {s.setting.name: s.evidence for s in arm_samples} for arm, arm_samples in samples.items()},
@@ -221,29 +222,21 @@ class _Run:
             arm, model, plan, self._workers[arm], self._group, self._work, self._progress, options.timeout
         )
 
-    def _accuracy(self, model: ModelUnderTest, run: ArmRun) -> Accuracy:
-        """Both sides of an arm against HF in fp32, over all tokens it generated. Sequences that repeat are scored once."""
-        known: dict[tuple, list[int]] = {}
-        flat: tuple[list[int], list[int], list[int]] = ([], [], [])
-        for sample in run.samples:
-            folder = model.folder if sample.weights == FIRST_WEIGHTS else run.second_folder
-            keys = [(sample.weights, sample.setting.temperature, tuple(p), tuple(t)) for p, t in sample.sequences()]
-            missing = {key: [list(key[2]), list(key[3])] for key in keys if key not in known}
-            scores = self._reference.call(
-                "score",
-                self._options.timeout,
-                model=str(folder),
-                sequences=list(missing.values()),
-                temperature=sample.setting.temperature,
-            )
-            known.update(zip(missing, scores, strict=True))
-            trainer = sample.trainer[sample.setting.scorings[0].name]
-            for key, ours, theirs in zip(keys, sample.engine, trainer, strict=True):
-                for values, side in zip(flat, (ours.logprobs, theirs.logprobs, known[key])):
-                    values += side
-        result = accuracy(*flat)
+    def _accuracy(self, model: ModelUnderTest, isoexec: ArmRun, native: ArmRun) -> Accuracy:
+        """Both arms against HF in fp32, over all tokens that isoexec generated."""
+
+        def folder(weights: str) -> Path:
+            return model.folder if weights == FIRST_WEIGHTS else isoexec.second_folder
+
+        def reference(weights: str, sequences: list, temperature: float) -> list[list[int]]:
+            arguments = {"model": str(folder(weights)), "sequences": sequences, "temperature": temperature}
+            return self._reference.call("score", self._options.timeout, **arguments)
+
+        result = measure(
+            isoexec.samples, reference, lambda weights, *sampled: native.score_others(folder(weights), *sampled)
+        )
         self._progress(
-            f"{run.arm}: mean |logprob - HF fp32|: engine {result.engine:.3e}, trainer {result.trainer:.3e} nats, {result.tokens} tokens"
+            f"mean |logprob - HF fp32| over {result.tokens} tokens: isoexec {result.isoexec:.3e}, native trainer {result.native:.3e} nats"
         )
         return result
 
@@ -260,9 +253,10 @@ class _Run:
         write_picture(options.out / "verify.png", self._comparisons)
         print(table([c.as_run() for c in self._comparisons]))
         for model, entry in self._models.items():
-            for arm, error in entry["mean_abs_error_to_hf_fp32"].items():
+            if error := entry["mean_abs_error_to_hf_fp32"]:
                 print(
-                    f"{model}: {arm}: mean |logprob - HF fp32| {_said(error['engine'])} engine, {_said(error['trainer'])} trainer"
+                    f"{model}: mean |logprob - HF fp32| over {error['tokens']} tokens: "
+                    f"isoexec {_said(error['isoexec'])}, native trainer {_said(error['native'])}"
                 )
         for line in self._verdict.lines():
             print(line)

@@ -6,7 +6,7 @@ import pytest
 from fakes import FakeEngine, FakeTrainer
 
 from isoexec.verify.arm import ArmRun, ModelUnderTest
-from isoexec.verify.compare import Accuracy
+from isoexec.verify.accuracy import Accuracy
 from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import OperationFailed, WorkerError, WorkerGroup, WorkerRefused
 from isoexec.verify.settings import full_plan, quick_plan
@@ -44,7 +44,7 @@ def run_arm(model, tmp_path, *, arm="isoexec", plan=None, engine=None, trainer=N
 
 def judge(run, comparisons, errors=None, control=None):
     verdict = Verdict()
-    verdict.judge_model(run.model, comparisons, {run.arm: run.samples}, errors or {}, control or run.control())
+    verdict.judge_model(run.model, comparisons, {run.arm: run.samples}, errors, control or run.control())
     return verdict
 
 
@@ -132,14 +132,6 @@ def test_rows_that_were_not_compared_are_inconclusive(model, tmp_path):
     assert judge(run, comparisons).status == INCONCLUSIVE
 
 
-def test_rows_of_a_large_vocabulary_are_left_out_with_a_warning(model, tmp_path):
-    model = dataclasses.replace(model, vocab_size=150_000)
-    run, comparisons = run_arm(model, tmp_path)
-    assert all(c.rows_equal is None for c in comparisons)
-    verdict = judge(run, comparisons)
-    assert verdict.status == EQUAL and "tokens only" in verdict.warnings[0]
-
-
 def test_a_control_that_does_not_differ_is_inconclusive(model, tmp_path):
     run, comparisons = run_arm(model, tmp_path)
     assert run.control().bit_equal < 1
@@ -155,10 +147,15 @@ def test_equal_native_arm_is_a_warning(model, tmp_path):
 
 def test_consistent_but_wrong_is_no_pass(model, tmp_path):
     run, comparisons = run_arm(model, tmp_path)
-    native = Accuracy(9, 1e-2, 1e-2)
-    assert judge(run, comparisons, {"isoexec": native, "native": native}).status == EQUAL
-    worse = dataclasses.replace(native, engine=1.2e-2, trainer=1.2e-2)
-    assert judge(run, comparisons, {"isoexec": worse, "native": native}).status == DIFFERENT
+    assert judge(run, comparisons, Accuracy(9, isoexec=1e-2, native=1e-2)).status == EQUAL
+    assert judge(run, comparisons, Accuracy(9, isoexec=1.2e-2, native=1e-2)).status == DIFFERENT
+
+
+def test_a_trainer_scores_what_another_arm_sampled(model, tmp_path):
+    run, _ = run_arm(model, tmp_path)
+    other, _ = run_arm(model, tmp_path / "native", arm="native")
+    sample = run.samples[0]
+    assert other.score_others(model.folder, sample.sequences(), sample.setting.temperature) == [s.logprobs for s in sample.engine]
 
 
 def test_a_failing_trainer_ends_the_arm(model, tmp_path):

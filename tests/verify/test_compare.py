@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from isoexec.verify.compare import Accuracy, Scored, accurate_enough, accuracy, compare, disagreements
+from isoexec.verify.compare import Scored, compare, disagreements
 from isoexec.verify.protocol import to_bits
 
 ENGINE = [Scored(to_bits([-1.0, -2.0]), ["a", "b"]), Scored(to_bits([-0.5, -4.0]), ["c", "d"])]
@@ -81,23 +81,3 @@ def test_settings_of_one_engine_must_agree():
     assert "'solo' leaves 'together' at new token 1" in line
     [line] = disagreements({key: [("solo", [9], [10]), whole]})
     assert "at new token 0" in line
-
-
-def test_accuracy():
-    truth = to_bits([-1.0, -2.0])
-    result = accuracy(to_bits([-1.5, -2.0]), to_bits([-1.0, -2.25]), truth)
-    assert result == Accuracy(2, engine=0.25, trainer=0.125)
-    with pytest.raises(ValueError):
-        accuracy([], [], [])
-    with pytest.raises(ValueError):
-        accuracy(truth, truth, truth[:1])
-
-
-def test_accuracy_bound():
-    native = Accuracy(9, 1e-2, 2e-2)
-    assert accurate_enough(Accuracy(9, 1.64e-2, 1.64e-2), native)
-    assert not accurate_enough(Accuracy(9, 1.66e-2, 1.66e-2), native)
-    assert not accurate_enough(Accuracy(9, 1e-2, 2.4e-2), native)
-    assert not accurate_enough(Accuracy(9, float("nan"), 1e-2), native)
-    blind = Accuracy(9, float("nan"), 2e-2)  # a native side without numbers: the other one is the measure
-    assert accurate_enough(Accuracy(9, 2e-2, 2e-2), blind) and not accurate_enough(Accuracy(9, 2.3e-2, 2.3e-2), blind)

@@ -199,10 +199,15 @@ class PolicyTrainer:
         batch = next(iterator)
 
         def report(logits):
-            logprobs, rows = self._scorer(logits, batch, temperature, with_rows)
-            return logprobs.sum(), (logprobs.detach(), rows)
+            logprobs, digests = self._digested(logits, batch, temperature, with_rows)
+            return logprobs.sum(), (logprobs.detach(), digests)
 
         return self._logits(model, batch), report
+
+    def _digested(self, logits: torch.Tensor, batch: MicroBatch, temperature: float, with_rows: bool):
+        """Logprobs and the digests of the rows, which are too many to be kept beyond their micro-batch."""
+        logprobs, rows = self._scorer(logits, batch, temperature, with_rows)
+        return logprobs, None if rows is None else row_digests(rows)
 
     def _training_step(self, iterator, model, temperature: float):
         batch, weight = next(iterator)
@@ -233,7 +238,7 @@ class PolicyTrainer:
             return []
         with self._executing("trainer_recompute"), torch.no_grad():
             return [
-                self._scorer(self._head(hidden), batch, temperature, with_rows)
+                self._digested(self._head(hidden), batch, temperature, with_rows)
                 for hidden, batch in zip(recomputed, batches, strict=True)
             ]
 
@@ -277,8 +282,7 @@ def _advantages(batch: MicroBatch, advantages) -> torch.Tensor:
 def _by_sequence(batches: list[MicroBatch], scored: list) -> list[Score]:
     """Scores of the micro-batches, taken apart and put in the order of the sequences."""
     found = {}
-    for batch, (logprobs, rows) in zip(batches, scored, strict=True):
-        digests = None if rows is None else row_digests(rows)
+    for batch, (logprobs, digests) in zip(batches, scored, strict=True):
         start = 0
         for index, count in zip(batch.indices, batch.counts, strict=True):
             part = slice(start, start + count)

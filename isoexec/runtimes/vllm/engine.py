@@ -7,12 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from isoexec.contract import Numerics, active_contract
 from isoexec.contract.build import read_config
-from isoexec.ops._core.bits import row_digests
-from isoexec.runtimes.vllm import cache_size
+from isoexec.runtimes.vllm import cache_size, rows
 
 #: Environment of an in-process engine, set before vLLM is imported. No entry changes a bit under a contract.
 ENVIRONMENT = {
@@ -119,6 +116,7 @@ class RolloutEngine:
                 **engine_args,
             }
         )
+        rows.carry_digests(self._runner.sampler, self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
         self._preemptions_before = self._counter("vllm:num_preemptions")
 
     def generate(
@@ -131,7 +129,7 @@ class RolloutEngine:
             seeds: one per prompt.
             temperature: more than 0.
             max_tokens: tokens to sample for each prompt.
-            record_rows: fill :attr:`Rollout.row_digests` (transfers the whole vocabulary's logprobs: small vocabularies only).
+            record_rows: fill :attr:`Rollout.row_digests`.
 
         Returns:
             One rollout per prompt, in the order of ``prompts``.
@@ -151,8 +149,7 @@ class RolloutEngine:
             for seed in seeds
         ]
         outputs = self.request(prompts, params)
-        vocab_size = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
-        return [_rollout(prompt, output, vocab_size if record_rows else None) for prompt, output in zip(prompts, outputs, strict=True)]
+        return [_rollout(prompt, output, record_rows) for prompt, output in zip(prompts, outputs, strict=True)]
 
     def request(self, prompts: list[list[int]], params: list) -> list:
         """vLLM ``RequestOutput`` of each prompt under its own ``SamplingParams``, in the order of ``prompts``.
@@ -246,15 +243,12 @@ def _register_model(config: dict) -> None:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-def _rollout(prompt: list[int], output, vocab_size: int | None) -> Rollout:
+def _rollout(prompt: list[int], output, with_digests: bool) -> Rollout:
     completion = output.outputs[0]
     tokens, flat = list(completion.token_ids), completion.logprobs
-    # The sampled token comes first at each position; with the whole vocabulary asked for, every other one follows.
+    # The sampled token comes first at each position; the digest of the row follows, if it was asked for.
     logprobs = [flat.logprobs[start] for start in flat.start_indices]
     digests = None
-    if vocab_size is not None:
-        rows = torch.full((len(tokens), vocab_size), torch.nan)
-        for row, start, end in zip(rows, flat.start_indices, flat.end_indices, strict=True):
-            row[torch.tensor(flat.token_ids[start:end])] = torch.tensor(flat.logprobs[start:end], dtype=torch.float32)
-        digests = row_digests(rows)
+    if with_digests:
+        digests = [rows.from_words(flat.token_ids[start + 1 : end]) for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
     return Rollout(list(prompt), tokens, logprobs, digests, output.num_cached_tokens or 0)
