@@ -1,4 +1,4 @@
-"""Imports run one way: contract <- ops <- models <- runtimes <- verify, cli. Read from the syntax trees; nothing is imported."""
+"""Imports run one way: contract <- ops <- models <- runtimes <- verify, train, cli. Read from the syntax trees; nothing is imported."""
 
 import ast
 import sys
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import isoexec
 
-LAYERS = ("contract", "ops", "models", "runtimes", "verify", "cli")
-RANK = {"contract": 0, "ops": 1, "models": 2, "runtimes": 3, "verify": 4, "cli": 4}
+LAYERS = ("contract", "ops", "models", "runtimes", "verify", "train", "cli")
+RANK = {"contract": 0, "ops": 1, "models": 2, "runtimes": 3, "verify": 4, "train": 4, "cli": 4}
 STANDARD = sys.stdlib_module_names
 #: An adapter knows its own framework: a trainer's process does not import the engine's.
 RUNTIMES = ("vllm", "megatron", "skyrl")
 #: Third-party packages that a layer may import; None: any.
-THIRD_PARTY = {"contract": set(), "ops": {"torch", "triton"}, "models": {"torch"}, "runtimes": None, "verify": None, "cli": None}
+THIRD_PARTY = {"contract": set(), "ops": {"torch", "triton"}, "models": {"torch"}, "runtimes": None, "verify": None, "train": None, "cli": None}
 
 
 def imported(tree: ast.AST, module: str, is_package: bool):

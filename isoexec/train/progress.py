@@ -1,0 +1,89 @@
+"""A line on stderr for each step, from the file that the run writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+from isoexec.train.report import MISMATCH, entry, held_out, number, seconds, share
+
+_INTERVAL = 0.5  # seconds
+
+
+class Watch:
+    """Prints the steps that are added to ``path`` while the context is open, with a bar and the seconds left.
+
+    Args:
+        path: ``steps.jsonl``; need not exist yet.
+        total: steps of the run.
+        fresh: an older file is removed first; otherwise what it holds is not shown again.
+        stream: where to print; stderr by default.
+    """
+
+    def __init__(self, path: Path, total: int, *, fresh: bool, stream=None):
+        self._path, self._total, self._stream = path, total, stream or sys.stderr
+        if fresh:
+            path.unlink(missing_ok=True)
+        self._read = path.stat().st_size if path.exists() else 0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="isoexec-progress", daemon=True)
+        self._began = time.monotonic()
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ending.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ending.wait(_INTERVAL):
+            self._show()
+        self._show()
+
+    def _show(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            added = file.read()
+        whole = added.rfind(b"\n") + 1  # a line that is still being written is read next time
+        self._read += whole
+        for line in added[:whole].splitlines():
+            print(self._line(json.loads(line)), file=self._stream, flush=True)
+
+    def _line(self, step: dict) -> str:
+        return line(step, self._total, time.monotonic() - self._began)
+
+
+def line(step: dict, total: int, elapsed: float) -> str:
+    """A step in one line.
+
+    Args:
+        step: of ``steps.jsonl``.
+        total: steps of the run.
+        elapsed: seconds since the run's start.
+    """
+    done = step["step"]
+    full = round(12 * min(done / max(total, 1), 1))
+    parts = [f"[{elapsed:6.1f} s] {'#' * full}{'.' * (12 - full)} {done:>{len(str(total))}}/{total}"]
+    for label, read, form in _SHOWN:
+        if isinstance(read(step), (int, float)):
+            parts.append(f"{label} {form(read(step))}")
+    return "  ".join(parts)
+
+
+_SHOWN = (
+    ("held-out", held_out, share),
+    ("pass", entry("pass_rate"), share),
+    ("reward", entry("reward"), number),
+    ("|d| max", entry(f"{MISMATCH}_max"), number),
+    ("bits equal", entry("bit_equal"), share),
+    ("loss", entry("loss"), number),
+    ("grad", entry("grad_norm"), number),
+    ("s", seconds("step"), number),
+)
