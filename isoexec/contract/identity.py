@@ -17,6 +17,7 @@ _ADVICE = (
     ("providers", "install the pinned provider: python -m isoexec.ops._core.provider WHEEL"),
     ("packages", "install the versions of requirements/stack.txt on both sides and build the trees again: make build"),
     ("device", "run both sides on the same device architecture: bits are promised within one"),
+    ("settings", "give both sides the same setting"),
     ("math", "leave torch's math modes at their defaults on both sides"),
     ("weights", "sync the weights again and run nothing on them before the manifests agree"),
 )

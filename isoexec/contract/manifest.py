@@ -120,6 +120,12 @@ class Manifest:
         return cls(tensors)
 
 
+def differing(expected: Manifest, found: Manifest) -> list[str]:
+    """Names of the tensors that only one manifest has, or that differ in shape, dtype or bits."""
+    names = sorted(expected.tensors.keys() | found.tensors.keys())
+    return [name for name in names if expected.tensors.get(name) != found.tensors.get(name)]
+
+
 def check_synced(expected: Manifest, found: Manifest, *, source: str = "trainer", target: str = "engine") -> None:
     """Refuse an engine whose weights are not the trainer's.
 
@@ -131,9 +137,7 @@ def check_synced(expected: Manifest, found: Manifest, *, source: str = "trainer"
     Raises:
         ContractError: names the first tensor that differs, both values and what to do.
     """
-    wrong = [
-        name for name in sorted(expected.tensors.keys() | found.tensors.keys()) if expected.tensors.get(name) != found.tensors.get(name)
-    ]
+    wrong = differing(expected, found)
     if not wrong:
         return
     name = wrong[0]
@@ -145,8 +149,13 @@ def check_synced(expected: Manifest, found: Manifest, *, source: str = "trainer"
     )
 
 
-def check_dtypes(contract: ExecutionContract, manifest: Manifest) -> None:
+def check_dtypes(contract: ExecutionContract, manifest: Manifest, *, holder: str = "") -> None:
     """Refuse a parameter or buffer whose dtype is not the contract's: a cast on one side is a rounding that the other side lacks.
+
+    Args:
+        contract: of the process.
+        manifest: of its weights.
+        holder: name of the process, for the message.
 
     Raises:
         ContractError: names the tensor, its dtype and the contract's.
@@ -156,8 +165,8 @@ def check_dtypes(contract: ExecutionContract, manifest: Manifest) -> None:
         expected = rules.get(name.rpartition(".")[2], rules["*"])
         if digest.dtype != expected:
             raise ContractError(
-                f"weights.{name}: dtype: the contract says {expected}, found {digest.dtype}; load it as {expected}, and never cast it on "
-                "the way"
+                f"weights.{name}: dtype: the contract says {expected}, {f'{holder} has' if holder else 'found'} {digest.dtype}; load it as "
+                f"{expected}, and never cast it on the way"
             )
 
 

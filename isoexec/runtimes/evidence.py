@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -32,13 +33,21 @@ _MATH_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_DEFAULT_FPMATH
                    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")  # fmt: skip
 
 
-def identity(contract: ExecutionContract, role: str, *, model: str = "", deployment: dict[str, str] | None = None) -> Identity:
+def identity(
+    contract: ExecutionContract,
+    role: str,
+    *,
+    model: str = "",
+    settings: Mapping[str, str] | None = None,
+    deployment: Mapping[str, str] | None = None,
+) -> Identity:
     """Identity of this process under ``contract``.
 
     Args:
         contract: of the process.
         role: ``"engine"`` or ``"trainer"``.
         model: sha256 of the configuration that was opened (:func:`isoexec.contract.model_digest`); the contract's where it is left out.
+        settings: what the process was told beside the contract and can move a bit, to be compared, e.g. the temperature's bit pattern.
         deployment: settings that are known to move no bit, to be compared and logged.
 
     Raises:
@@ -46,14 +55,16 @@ def identity(contract: ExecutionContract, role: str, *, model: str = "", deploym
     """
     check_model(contract, model or contract.model)
     parts = contract.parts()
+    ops = op_digests(contract)
     policy = {
         "contract": parts["numerical_policy"],
-        "ops": op_digests(contract),
+        "ops": ops,
         "launch": launch_tables(contract.architecture) if contract.backend == "cuda" else {},
-        "providers": providers(contract),
+        "providers": providers(op["implementation"] for op in ops.values()),
         "packages": packages(),
         "device": device(contract.backend),
         "math": math_modes(contract.backend),
+        "settings": dict(settings or {}),
     }
     neutral = {"python": platform.python_version(), **parts["deployment"], **(deployment or {})}
     return Identity(role, {"architecture": contract.architecture, "model": model or contract.model}, policy, neutral)
@@ -95,26 +106,34 @@ def op_digests(contract: ExecutionContract) -> dict[str, dict[str, str]]:
     """Op -> its implementation for the contract's backend and the digest of that implementation's sources; ops without one are left out."""
     known = declarations()
     found = {}
+    files: dict[Path, bytes] = {}  # of this call alone: a file can change while the process runs
     for op in ops_of(contract):
         target = known[op].implementations.get(contract.backend) if op in known else None
         if target is not None:
-            found[op] = {"implementation": target, "sources": source_digest(target)}
+            found[op] = {"implementation": target, "sources": source_digest(target, files)}
     return found
 
 
-def source_digest(target: str) -> str:
-    """sha256 over the source of ``"module:function"`` and of every module of ours that it imports, directly or not, in path order."""
+def source_digest(target: str, files: dict[Path, bytes] | None = None) -> str:
+    """sha256 over the source of ``"module:function"`` and of every module of ours that it imports, directly or not, in path order.
+
+    ``files`` holds name and digest of files read so far, and is added to.
+    """
+    files = {} if files is None else files
     h = hashlib.sha256()
     for path in sources(target.partition(":")[0]):
-        h.update(f"{path.relative_to(_PACKAGE).as_posix()}\0".encode())
-        h.update(hashlib.sha256(path.read_bytes()).digest())
+        if path not in files:
+            files[path] = f"{path.relative_to(_PACKAGE).as_posix()}\0".encode() + hashlib.sha256(path.read_bytes()).digest()
+        h.update(files[path])
     return h.hexdigest()
 
 
-def sources(module: str) -> list[Path]:
+@functools.lru_cache(maxsize=None)
+def sources(module: str) -> tuple[Path, ...]:
     """Files that decide what ``module`` computes: its own and those of its imports below ``isoexec.ops``, read from the syntax trees.
 
     A package's ``__init__`` counts where a name is taken from it. Nothing is imported: a GPU implementation is digested without a GPU.
+    Which files they are is found once per process: an edit that brings in another one shows in the digest of the file edited.
     """
     found: set[Path] = set()
     waiting = [module]
@@ -124,7 +143,7 @@ def sources(module: str) -> list[Path]:
             continue
         found.add(path)
         waiting += _imports(path)
-    return sorted(found)
+    return tuple(sorted(found))
 
 
 @functools.lru_cache(maxsize=None)
@@ -155,13 +174,13 @@ def launch_tables(architecture: str) -> dict[str, str]:
     return {"gdn": sha256_hex(launch.TABLE)}
 
 
-def providers(contract: ExecutionContract) -> dict[str, str]:
-    """Provider binaries that the ops of the contract load -> sha256 of their files, or ``"absent"``."""
-    targets = {op["implementation"] for op in op_digests(contract).values()}
-    used = sorted({name for target in targets for name in providers_of(target)})
+def providers(targets: Iterable[str]) -> dict[str, str]:
+    """Provider binaries that implementations load -> sha256 of their files, or ``"absent"``."""
+    used = sorted({name for target in set(targets) for name in providers_of(target)})
     return {name: provider.digest(root) if (root := provider.folder() / name).is_dir() else "absent" for name in used}
 
 
+@functools.lru_cache(maxsize=None)
 def providers_of(target: str) -> tuple[str, ...]:
     """Names of the provider binaries that the sources of ``"module:function"`` load."""
     texts = [path.read_text(encoding="utf-8") for path in sources(target.partition(":")[0])]

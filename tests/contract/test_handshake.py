@@ -1,0 +1,110 @@
+"""What a runtime calls around a weight sync: every process against the contract, and against each other."""
+
+import dataclasses
+import functools
+import json
+
+import pytest
+import torch
+
+from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, Identity, Numerics
+from isoexec.contract.canonical import bits32
+from isoexec.contract.manifest import Manifest
+from isoexec.ops._core.bits import nudge
+from isoexec.ops._core.digest import tensors_digest
+from isoexec.runtimes import compose, evidence
+from isoexec.runtimes.handshake import check_weights, handshake, process_identity
+
+CONTRACT = compose.composed(ExecutionContract("Qwen3_5ForCausalLM", "cpu"))
+PLAIN = ExecutionContract("Qwen3_5ForCausalLM", "cpu")
+
+
+@functools.lru_cache(maxsize=None)
+def identity(contract=CONTRACT, temperature=1.0):
+    return evidence.identity(contract, "process", settings={"temperature": bits32(temperature)})
+
+
+def test_processes_that_run_the_contract_shake_hands():
+    assert handshake(CONTRACT, {"engine": identity(), "trainer": identity().to_json()}) == []
+
+
+def test_a_deployment_edit_is_logged():
+    other = dataclasses.replace(identity(), deployment=identity().deployment | {"python": "3.12.99"})
+    [logged] = handshake(CONTRACT, {"trainer": identity(), "engine": identity(), "engine 1": other})
+    assert logged.path == "deployment.python"
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_of_many_that_differs_is_named(place):
+    edited = json.loads(identity().to_json())
+    edited["numerical_policy"]["packages"]["torch"] = "2.11.1"
+    names = ["trainer", "engine 0", "engine 1"]
+    identities = {name: json.dumps(edited) if i == place else identity() for i, name in enumerate(names)}
+    with pytest.raises(ContractError, match=f"packages.torch: .*{names[place]} has \"2.11.1\".*; install the versions") as error:
+        handshake(CONTRACT, identities)
+    assert "numerical_policy.packages.torch" in str(error.value)
+
+
+def test_two_processes_that_agree_on_another_contract_are_refused():
+    """Equal to each other is not enough: both may have been started with last week's file."""
+    other = compose.composed(dataclasses.replace(PLAIN, numerics=Numerics(gdn_chunk=32)))
+    with pytest.raises(ContractError, match=r"composition.gdn_core.*gdn_chunk: the contract has .*, engine has .*ISOEXEC_CONTRACT"):
+        handshake(CONTRACT, {"engine": identity(other), "trainer": identity(other)})
+
+
+def test_another_temperature_is_refused():
+    """Rows 16 and 17 of the reports: a trainer that scores another distribution than the engine sampled."""
+    with pytest.raises(
+        ContractError, match='settings.temperature: engine has "0x3f333333", trainer has "0x3f800000"; give both sides the same setting'
+    ):
+        handshake(CONTRACT, {"engine": identity(temperature=0.7), "trainer": identity()})
+
+
+@pytest.mark.parametrize("identities", [{}, {"engine": "{}"}])
+def test_fewer_than_two_processes_prove_nothing(identities):
+    with pytest.raises(ContractError, match="identity|two processes"):
+        handshake(CONTRACT, {name: identity() for name in identities})
+    with pytest.raises(ContractError, match="the identity"):
+        handshake(CONTRACT, {"engine": "{}", "trainer": identity()})
+
+
+def test_a_process_without_a_contract_has_no_identity(monkeypatch, tmp_path):
+    monkeypatch.delenv(CONTRACT_VARIABLE, raising=False)
+    with pytest.raises(ContractError, match="ISOEXEC_CONTRACT: not set: the engine runs upstream's kernels"):
+        process_identity("engine", tmp_path)
+
+
+def manifest(**changed):
+    tensors = {"layers.0.A_log": torch.ones(4), "layers.0.w": torch.arange(16.0).bfloat16().view(4, 4)} | changed
+    return Manifest(tensors_digest({name: tensor for name, tensor in tensors.items() if tensor is not None}))
+
+
+def test_equal_weights_have_a_version():
+    version = check_weights(PLAIN, {"trainer": manifest(), "engine": manifest().data(), "engine 1": json.dumps(manifest().data())})
+    assert version == manifest().sha256
+    assert version != manifest(**{"layers.0.A_log": nudge(torch.ones(4))}).sha256
+
+
+@pytest.mark.parametrize("holder", ["trainer", "engine", "engine 1"])
+def test_one_stale_process_is_named(holder):
+    stale = manifest(**{"layers.0.w": nudge(torch.arange(16.0).bfloat16().view(4, 4), index=7)})
+    manifests = {name: stale if name == holder else manifest() for name in ("trainer", "engine", "engine 1")}
+    with pytest.raises(ContractError, match="weights.layers.0.w: trainer has .*, engine.* has .*; 1 of 2 tensors differ: sync again"):
+        check_weights(PLAIN, manifests)
+
+
+def test_a_cast_on_both_sides_is_refused():
+    """Equal to each other, and both rounded: the dtype is the contract's."""
+    cast = manifest(**{"layers.0.A_log": torch.ones(4).bfloat16()})
+    with pytest.raises(ContractError, match="weights.layers.0.A_log: dtype: the contract says float32, trainer has bfloat16"):
+        check_weights(PLAIN, {"trainer": cast, "engine": cast})
+
+
+def test_weights_that_nobody_digested_are_refused():
+    with pytest.raises(ContractError, match="the manifest of trainer is empty"):
+        check_weights(PLAIN, {"trainer": {}, "engine": {}})
+    with pytest.raises(ContractError, match="expected the manifests of 'trainer' and of another process"):
+        check_weights(PLAIN, {"engine": manifest(), "engine 1": manifest()})
+    partial = {name: dict(entry, elements=1) for name, entry in manifest().data().items()}
+    with pytest.raises(ContractError, match="digested 1 of 4 elements"):
+        check_weights(PLAIN, {"trainer": partial, "engine": partial})
