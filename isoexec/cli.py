@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -135,9 +136,12 @@ def _contract_show(options) -> int:
 def _contract_build(options) -> int:
     contract = contract_for_model(options.model, options.backend)
     if not options.no_composition:
-        from isoexec.runtimes.compose import composed
+        from isoexec.runtimes import compose
 
-        contract = composed(contract, options.device)
+        entries, missing = compose.available(contract, options.device)
+        if missing:
+            return _report_missing(options, entries, missing)
+        contract = dataclasses.replace(contract, composition=tuple(entries))
     temporary = options.output.with_name(options.output.name + ".part")
     temporary.write_text(contract.to_json() + "\n", encoding="utf-8")
     os.replace(temporary, options.output)
@@ -146,6 +150,20 @@ def _contract_build(options) -> int:
     else:
         print(f"{options.output}: {contract.architecture}, {contract.backend}, sha256 {contract.digest}")
     return 0
+
+
+def _report_missing(options, entries, missing: dict[str, list[str]]) -> int:
+    """What could be composed, and what the backend lacks; no file is written, since a contract leaves no op open."""
+    if options.json:
+        _print_json({"composed": [entry.data() for entry in entries], "missing": missing})
+    else:
+        _print_rows([("region", "cases", "implementation", "artifact", "discharge"), *map(_entry_row, entries)])
+        for region, ops in missing.items():
+            print(f"MISSING: {region}: {', '.join(ops)}: no {options.backend} implementation")
+    regions = len({entry.region for entry in entries})
+    count = f"{regions} of {regions + len(missing)} regions"
+    print(f"isoexec: {count} can be composed on {options.backend}; no contract written", file=sys.stderr)
+    return 2
 
 
 def _contract_diff(options) -> int:

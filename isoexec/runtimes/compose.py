@@ -85,17 +85,41 @@ def composed(contract: ExecutionContract, architecture: str | None = None) -> Ex
         architecture: device architecture of entries that are proven on one only; that of this machine where it is left out.
 
     Raises:
-        ContractError: an op has no implementation for the backend.
+        ContractError: ops have no implementation for the backend; names all of them.
     """
-    device = architecture or ("any" if contract.backend == "cpu" else evidence.architecture_of(contract.backend))
+    entries, missing = available(contract, architecture)
+    if missing:
+        named = "; ".join(f"{', '.join(ops)} (region {region})" for region, ops in missing.items())
+        raise ContractError(
+            f"backend {contract.backend}: no implementation of {named}: {contract.architecture} cannot be composed on it yet; use a "
+            "backend that has them all, or add them to isoexec/ops"
+        )
+    return dataclasses.replace(contract, composition=tuple(entries))
+
+
+def available(contract: ExecutionContract, architecture: str | None = None) -> tuple[list[Entry], dict[str, list[str]]]:
+    """What of a composition this installation has: (entries, region -> ops that the backend lacks).
+
+    Args:
+        contract, architecture: as in :func:`composed`.
+
+    Raises:
+        ContractError: the architecture of the model is not known.
+    """
     if contract.architecture not in REGIONS:
         raise ContractError(
             f"architecture: expected one of {', '.join(REGIONS)}, found {contract.architecture!r}; only these can be composed"
         )
-    entries = [
-        entry for region in regions(contract.architecture, contract.numerics.gdn_form) for entry in _entries(contract, region, device)
-    ]
-    return dataclasses.replace(contract, composition=tuple(entries))
+    device = architecture or ("any" if contract.backend == "cpu" else evidence.architecture_of(contract.backend))
+    known, entries, missing = evidence.declarations(), [], {}
+    for region in regions(contract.architecture, contract.numerics.gdn_form):
+        needed = sorted({*region.trainer, *region.prefill, *region.decode})
+        lacking = [op for op in needed if op not in known or contract.backend not in known[op].implementations]
+        if lacking:
+            missing[region.name] = lacking
+        else:
+            entries += _entries(contract, region, device)
+    return entries, missing
 
 
 def check_installed(contract: ExecutionContract) -> None:
@@ -113,6 +137,9 @@ def check_installed(contract: ExecutionContract) -> None:
         raise ContractError(refusal("the contract", "this installation", found).replace("numerical_policy.ops.", "", 1))
     if device is not None and (present := evidence.architecture_of(contract.backend)) != device:
         raise ContractError(f"device: the contract is for {device}, this process computes on {present}; build a contract on this device")
+    targets = {target for entry in contract.composition for _, target in entry.implementations}
+    for name in sorted({name for target in targets for name in evidence.providers_of(target)}):
+        provider.provided(name)  # refuses a binary that is absent or another
 
 
 def _entries(contract: ExecutionContract, region: Region, device: str) -> list[Entry]:
@@ -131,12 +158,7 @@ def _entries(contract: ExecutionContract, region: Region, device: str) -> list[E
         targets = {
             op: known[op].implementations[contract.backend] for op in region.optional if contract.backend in known[op].implementations
         }
-        for op in ops:
-            if contract.backend not in known[op].implementations:
-                raise ContractError(
-                    f"op {op}: no implementation for {contract.backend}; {contract.architecture} cannot be composed on it yet"
-                )
-            targets[op] = known[op].implementations[contract.backend]
+        targets |= {op: known[op].implementations[contract.backend] for op in ops}
         binaries = sorted({name for target in targets.values() for name in evidence.providers_of(target)})
         pinned = [provider.PROVIDERS[name] for name in binaries]
         entries.append(

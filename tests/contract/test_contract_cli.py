@@ -100,6 +100,20 @@ def test_bad_input_is_one_line(tmp_path, capsys, verb, content):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_a_backend_that_lacks_ops(contract, tmp_path, capsys):
+    """What exists is composed and shown, what does not is named, and no file says more than there is."""
+    file = tmp_path / "gpu.json"
+    arguments = ["contract", "build", "--model", str(contract[1]), "--backend", "cuda", "--device", "sm_90", "-o", str(file)]
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert "attention.gpu" in printed.out and "MISSING: collective: collective.column_parallel_input: no cuda" in printed.out
+    assert "regions can be composed on cuda; no contract written" in printed.err and not file.exists()
+    assert main([*arguments, "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert "sampling.draw" in found["missing"]["sampling"]
+    assert {"linear", "attention"} <= {entry["region"] for entry in found["composed"]} and all(e["artifact"] for e in found["composed"])
+
+
 def test_a_gpu_contract_without_composition(contract, tmp_path, capsys):
     arguments = ["contract", "build", "--model", str(contract[1]), "--backend", "cuda", "-o", str(tmp_path / "gpu.json")]
     assert main([*arguments, "--no-composition"]) == 0
