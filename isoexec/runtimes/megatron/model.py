@@ -106,13 +106,26 @@ def _hybrid_fields(text) -> dict:
     )
 
 
-def build_model(hf_config, config: TransformerConfig, groups, device) -> torch.nn.Module:
+class PaddedGPTModel(GPTModel):
+    """Takes right-padded rows. Attention is causal, so a row's padding reaches none of its tokens and a padding mask says nothing.
+
+    Upstream's local attention would read a given mask as the whole mask, and let tokens see later ones.
+    """
+
+    def forward(self, input_ids, position_ids, attention_mask, *args, **kwargs):
+        return super().forward(input_ids, position_ids, None, *args, **kwargs)
+
+
+def build_model(hf_config, config: TransformerConfig, groups, device, *, padded: bool = False) -> torch.nn.Module:
     """``Float16Module(GPTModel)`` of this pipeline stage, on ``device``; parameters are not set yet.
 
     Under a contract the patched ``GPTModel`` replaces the spec of upstream's local layers given here.
+
+    Args:
+        padded: build a :class:`PaddedGPTModel`.
     """
     text = hf_config.get_text_config()
-    model = GPTModel(
+    model = (PaddedGPTModel if padded else GPTModel)(
         config=config,
         transformer_layer_spec=native.decoder_spec(config, groups.pp.rank()),
         vocab_size=_padded_vocabulary(text.vocab_size, groups.tp.size()),
@@ -140,6 +153,18 @@ def load(model: GPTModel, hf_config, folder, groups) -> None:
         expert_rank=groups.ep.rank(),
         expert_ranks=groups.ep.size(),
     )
+
+
+def hf_tensors(model: GPTModel, hf_config, groups, read=torch.Tensor.detach) -> dict[str, torch.Tensor]:
+    """Whole HF tensors of the policy, of every stage and rank, copies on the CPU; every rank calls.
+
+    Args:
+        read: what to take of a parameter: its value, or for example its gradient.
+    """
+    stage = checkpoint.hf_tensors(
+        model, hf_config, layer_offset=layer_offset(model, groups), group=groups.tp, expert_group=groups.ep, read=read
+    )
+    return checkpoint.gather_ranks(stage, groups.pp)
 
 
 def layer_offset(model: GPTModel, groups) -> int:

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from isoexec.contract import active_contract
 from isoexec.ops._core import registry
 from isoexec.ops._core.bits import row_digests
-from isoexec.runtimes.megatron import checkpoint, packing
+from isoexec.runtimes.megatron import packing
 from isoexec.runtimes.megatron import model as models
 from isoexec.runtimes.megatron.groups import ProcessGroups
 from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
@@ -159,12 +159,7 @@ class PolicyTrainer:
         return self._hf_tensors(lambda parameter: parameter.main_grad)
 
     def _hf_tensors(self, read) -> dict[str, torch.Tensor]:
-        groups = self._groups.collection
-        offset = models.layer_offset(self.gpt, groups)
-        stage = checkpoint.hf_tensors(
-            self.gpt, self.hf_config, layer_offset=offset, group=groups.tp, expert_group=groups.ep, read=read
-        )
-        return checkpoint.gather_ranks(stage, groups.pp)
+        return models.hf_tensors(self.gpt, self.hf_config, self._groups.collection, read)
 
     def close(self) -> None:
         """Free the model and end the process groups that this trainer made."""

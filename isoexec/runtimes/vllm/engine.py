@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +88,7 @@ class RolloutEngine:
         if model_parallel_is_initialized():
             raise RuntimeError("this process already holds an engine; close it before building another")
         config = read_config(model)
-        _register_model(config)
+        register_model(config)
         contract = active_contract()
         numerics = Numerics() if contract is None else contract.numerics
         block_size, blocks = cache_size.blocks(
@@ -195,15 +196,7 @@ class RolloutEngine:
                     for name in opened.keys():
                         yield name, opened.get_tensor(name)
 
-        if active_contract() is None:
-            # Upstream's CPU linears have packed and dropped their parameters; only its own reload can refill them.
-            self._runner.reload_weights(weights_iterator=tensors())
-            self.reset_prefix_cache()
-            return
-        model = self._runner.get_model()
-        missing = {name for name, _ in model.named_parameters()} - model.load_weights(tensors())
-        if missing:
-            raise ValueError(f"{path}: no values for {sorted(missing)}; the model now mixes old and new weights: load a whole checkpoint")
+        replace_weights(self._runner, tensors())
         self.reset_prefix_cache()
 
     def fill_kv_cache(self, value: float) -> None:
@@ -230,7 +223,27 @@ class RolloutEngine:
         return sum(metric.value for metric in self._llm.get_metrics() if metric.name == name)
 
 
-def _register_model(config: dict) -> None:
+def replace_weights(runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace the parameters of a vLLM model runner's model in place. What the caches hold was computed by the old ones: forget it.
+
+    Args:
+        runner: vLLM model runner.
+        tensors: (HF name, tensor) of every parameter of the model.
+
+    Raises:
+        ValueError: a parameter is missing.
+    """
+    if active_contract() is None:
+        # Upstream's CPU linears have packed and dropped their parameters; only its own reload can refill them.
+        runner.reload_weights(weights_iterator=tensors)
+        return
+    model = runner.get_model()
+    missing = {name for name, _ in model.named_parameters()} - model.load_weights(tensors)
+    if missing:
+        raise ValueError(f"weights: no values for {sorted(missing)}; the model now mixes old and new ones: load a whole checkpoint")
+
+
+def register_model(config: dict) -> None:
     """Hand vLLM the model class itself.
 
     vLLM inspects a class that it knows by name only in a subprocess, so that CUDA is not initialised here; that imports

@@ -1,0 +1,7 @@
+"""SkyRL adapter: a DAPO run in which rollout engine and trainer compute the same bits.
+
+``run``: :func:`~isoexec.runtimes.skyrl.run.train`. ``config``: SkyRL's configuration with a section of ours, checked before anything
+starts. ``cluster``: Ray. ``experiment``, ``trainer``, ``generator``, ``stream``, ``dapo``: the driver's side, subclasses of SkyRL's.
+``actors``: Ray actors that import a framework only where they run; behind them ``server`` and ``extension`` (vLLM) and ``worker``,
+``wrapper``, ``weights``, ``checkpoint`` (Megatron). ``client``: talks to the engines. ``mismatch``: the comparison of each step.
+"""

@@ -1,0 +1,54 @@
+"""The driver's and the policy worker's way to the engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+
+from isoexec.runtimes.skyrl.config import uses_gpus
+
+
+class EngineCallFailed(RuntimeError):
+    """An engine answered a call of ours with an error; the engine's log says why."""
+
+
+@dataclass
+class InferenceClient(RemoteInferenceClient):
+    """SkyRL's client with the calls of :class:`~isoexec.runtimes.skyrl.extension.EngineExtension`."""
+
+    routed: bool = True
+    """Whether a router stands before the engines; one engine needs none."""
+
+    def connect(self, proxy_url: str, server_urls: list[str], routed: bool) -> None:
+        """Name the endpoints, once the engines are up."""
+        self.proxy_url, self.server_urls, self.routed = proxy_url, list(server_urls), routed
+
+    async def call(self, method: str, **arguments) -> list:
+        """Run ``method`` in every worker process of every engine.
+
+        Returns:
+            What each process answered, engine by engine.
+
+        Raises:
+            EngineCallFailed: an engine did not do it.
+        """
+        answers = []
+        for url in self.server_urls:
+            try:
+                _, answer = await self._call_server(url, "/collective_rpc", {"method": method, "kwargs": arguments})
+            except Exception as error:
+                raise EngineCallFailed(f"engine {url}: {method}: {error}") from error
+            answers += (answer["body"] or {}).get("results", [])
+        return answers
+
+    async def finish_session(self, session_id: str) -> None:
+        if self.routed:
+            await super().finish_session(session_id)
+
+    async def sleep(self, *args, **kwargs):
+        """Free the engines' GPU memory; without GPUs there is none to free."""
+        return await super().sleep(*args, **kwargs) if uses_gpus() else {}
+
+    async def wake_up(self, *args, **kwargs):
+        return await super().wake_up(*args, **kwargs) if uses_gpus() else {}

@@ -1,0 +1,104 @@
+"""Ray: a cluster on this machine or one to join, the environment of its actors, and bundles without GPUs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table
+from skyrl.train.utils.utils import ResolvedPlacementGroup, get_ray_pg_ready_with_timeout, prepare_runtime_environment
+
+from isoexec.contract import CONTRACT_VARIABLE
+from isoexec.runtimes.skyrl.config import SYNC_VARIABLE, ConfigError, TrainConfig, uses_gpus
+
+_LOOPBACK = "127.0.0.1"
+_OBJECT_STORE = 256 << 20  # bytes; a batch of prompts and logprobs is small
+_TIMEOUT = 180
+
+#: Environment of every actor on the CPU: one thread each, nothing that compiles, nothing that looks for GPUs.
+_CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+
+
+def actor_environment(config: TrainConfig, contract: Path | None) -> dict[str, str]:
+    """Environment variables of every actor of the run."""
+    variables = dict(_ENVIRONMENT)
+    if uses_gpus():
+        variables |= prepare_runtime_environment(config)
+    else:
+        variables |= _CPU_ENVIRONMENT
+    log = Path(config.trainer.log_path) / f"infra-{datetime.datetime.now():%y%m%d_%H%M%S}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    variables |= {"SKYRL_LOG_FILE": str(log), SYNC_VARIABLE: config.isoexec.sync_folder}
+    if contract is not None:
+        variables[CONTRACT_VARIABLE] = str(contract)
+    return variables
+
+
+def start(config: TrainConfig, variables: dict[str, str]) -> None:
+    """Start Ray on the loopback interface, or join ``isoexec.ray_address``.
+
+    Where there is no GPU, Ray's ``GPU`` resource counts processes: SkyRL asks for one per worker and engine rank.
+
+    Raises:
+        ConfigError: the cluster does not answer, or lacks what the placement needs.
+    """
+    runtime = {"env_vars": variables}
+    if config.isoexec.ray_address is not None:
+        try:
+            ray.init(address=config.isoexec.ray_address, runtime_env=runtime)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"isoexec.ray_address: no Ray cluster at {config.isoexec.ray_address!r}: {error}") from error
+    else:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        here = {} if uses_gpus() else _cpu_cluster(config)
+        ray.init(include_dashboard=False, runtime_env=runtime, **here)
+    wanted = _processes(config)
+    found = ray.cluster_resources().get("GPU", 0)
+    if found < wanted:
+        ray.shutdown()
+        raise ConfigError(
+            f"placement: expected {wanted} GPUs in the Ray cluster, found {found:g}; use fewer, or (where there are none) start Ray's nodes "
+            "with --num-gpus to count processes"
+        )
+
+
+def _processes(config: TrainConfig) -> int:
+    """Bundles that policy and engines need."""
+    placement, engine = config.trainer.placement, config.generator.inference_engine
+    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    engines = engine.num_engines * engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    return max(policy, engines) if placement.colocate_all else policy + engines
+
+
+def _cpu_cluster(config: TrainConfig) -> dict:
+    processes = _processes(config)
+    return dict(
+        num_gpus=processes,
+        num_cpus=2 * processes + 2,
+        object_store_memory=_OBJECT_STORE,
+        _node_ip_address=_LOOPBACK,
+        _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+    )
+
+
+class ProcessPlacement(ResolvedPlacementGroup):
+    """Bundles in Ray's order. SkyRL's probing actors learn GPU ids; without GPUs there are none to learn."""
+
+    def _get_bundle_placement(self):
+        nodes = placement_group_table(self.pg)["bundles_to_node_id"]
+        return sorted(((bundle, node, bundle) for bundle, node in nodes.items()), key=lambda entry: (entry[1], entry[2]))
+
+
+def placement(bundles: int) -> ResolvedPlacementGroup:
+    """A placement group of ``bundles`` single-process bundles, ready."""
+    group = placement_group([{"GPU": 1, "CPU": 1}] * bundles, strategy="PACK")
+    get_ray_pg_ready_with_timeout(group, timeout=_TIMEOUT)
+    return ResolvedPlacementGroup(group) if uses_gpus() else ProcessPlacement(group)

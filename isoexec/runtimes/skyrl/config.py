@@ -1,0 +1,196 @@
+"""SkyRL's configuration with a section ``isoexec``, fitted to the machine and checked before anything starts."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig, TrainerConfig
+from skyrl.train.config.config import BaseConfig
+from skyrl.train.utils import validate_cfg
+
+from isoexec.contract import CONTRACT_VARIABLE
+
+ARMS = ("isoexec", "native")
+ON_MISMATCH = ("stop", "warn")
+#: Tells the policy worker where weights pass to the engines.
+SYNC_VARIABLE = "ISOEXEC_SYNC_FOLDER"
+
+
+class ConfigError(ValueError):
+    """A setting with which no run can start; one line that names it, what was expected, what was found and what to do."""
+
+
+@dataclass
+class IsoExecConfig(BaseConfig):
+    """The section ``isoexec``."""
+
+    arm: str = "isoexec"
+    """``"isoexec"``: both sides under one contract; ``"native"``: the same run with none."""
+    contract: str | None = None
+    """Contract file, on a path that every node reads. ``None``: built from the checkpoint, into ``out``."""
+    on_mismatch: str = "stop"
+    """What a token whose two logprobs differ does: ``"stop"`` or ``"warn"``. The native arm always warns."""
+    seed: int | None = None
+    """Of data order and sampling; ``None``: ``trainer.seed``."""
+    out: str = "out/train"
+    """Folder of ``steps.jsonl``, checkpoints and logs."""
+    environments: dict[str, str] = field(default_factory=dict)
+    """Environment name -> ``"module:Class"``, registered with skyrl-gym."""
+    ray_address: str | None = None
+    """Address of a Ray cluster to join; ``None`` starts one on this machine, on the loopback interface."""
+    sync_folder: str = "/dev/shm"
+    """Where weights pass from the policy to the engines on the CPU; engines on other nodes need a shared folder."""
+
+
+@dataclass
+class DAPOAlgorithmConfig(AlgorithmConfig):
+    """SkyRL's algorithm settings and DAPO's soft overlong punishment."""
+
+    overlong_buffer_len: int = 0
+    """Tokens before the longest response within which the punishment grows from 0 to its full value; 0 switches it off."""
+    overlong_buffer_penalty_factor: float = 1.0
+
+
+@dataclass
+class DAPOTrainerConfig(TrainerConfig):
+    algorithm: DAPOAlgorithmConfig = field(default_factory=DAPOAlgorithmConfig)
+
+
+@dataclass
+class TrainConfig(SkyRLTrainConfig):
+    trainer: DAPOTrainerConfig = field(default_factory=DAPOTrainerConfig)
+    isoexec: IsoExecConfig = field(default_factory=IsoExecConfig)
+
+
+def resolve(config: TrainConfig | DictConfig | dict) -> TrainConfig:
+    """The typed configuration of a run, fitted to the machine (:func:`_fit`) and checked.
+
+    Args:
+        config: :class:`TrainConfig`, or its content as nested mappings; what is left out has SkyRL's default.
+
+    Raises:
+        ConfigError: an entry is unknown, mistyped or asks for what the run cannot do.
+    """
+    if isinstance(config, TrainConfig):
+        typed = dataclasses.replace(config)
+    else:
+        try:
+            typed = TrainConfig.from_dict_config(OmegaConf.create(config))
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ConfigError(f"configuration: {error}") from error
+    _fit(typed)
+    _check(typed)
+    try:
+        validate_cfg(typed)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise ConfigError(f"configuration: {error}") from error
+    return typed
+
+
+def uses_gpus() -> bool:
+    """Whether this run computes on GPUs."""
+    return torch.cuda.is_available()
+
+
+def _fit(config: TrainConfig) -> None:
+    """Settle what has one sensible value here."""
+    own, trainer, engine = config.isoexec, config.trainer, config.generator.inference_engine
+    own.out = str(Path(own.out).expanduser().resolve())
+    if own.seed is None:
+        own.seed = trainer.seed
+    trainer.seed = own.seed
+    folders = {"ckpt_path": "checkpoints", "export_path": "exports", "log_path": "logs"}
+    for name, folder in folders.items():  # SkyRL's defaults lie in the user's home and in /tmp
+        found = getattr(trainer, name)
+        chosen = Path(own.out) / folder if found == getattr(_DEFAULTS, name) else Path(found)
+        setattr(trainer, name, str(chosen.expanduser().resolve()))  # an actor may have another working folder
+    if trainer.policy.model.path:
+        trainer.policy.model.path = trainer.ref.model.path = str(Path(trainer.policy.model.path).expanduser().resolve())
+    # Prompts are drawn without an end; SkyRL counts epochs to know when to stop, and maps a step to one when it resumes.
+    trainer.epochs = max(trainer.epochs, (trainer.max_training_steps or 0) + 1)
+    config.data.dataloader.num_workers = 0  # prompts are in memory; each worker would import torch anew
+    if uses_gpus():
+        return
+    trainer.flash_attn = False
+    trainer.use_expandable_segments = engine.use_expandable_segments = False
+    trainer.enable_ray_gpu_monitor = engine.enable_ray_prometheus_stats = False
+    engine.distributed_executor_backend = "mp"
+    trainer.policy.megatron_config.ddp_config.average_in_collective = False  # gloo has no averaging reduction
+    if own.arm == "native":  # upstream's attention without Transformer Engine takes no packed sequences
+        trainer.remove_microbatch_padding = False
+
+
+_DEFAULTS = TrainerConfig()
+
+
+def _check(config: TrainConfig) -> None:
+    own, trainer, generator = config.isoexec, config.trainer, config.generator
+    _one_of("isoexec.arm", own.arm, ARMS)
+    _one_of("isoexec.on_mismatch", own.on_mismatch, ON_MISMATCH)
+    _one_of("trainer.strategy", trainer.strategy, ("megatron",))
+    _one_of("trainer.fully_async.enabled", trainer.fully_async.enabled, (False,))
+    _one_of("generator.batched", generator.batched, (False,), "each sample has a seed of its own")
+    _one_of("trainer.policy.model.lora.rank", trainer.policy.model.lora.rank, (0,))
+    _one_of("trainer.mtp.enabled", trainer.mtp.enabled, (False,))
+    _one_of("trainer.policy.megatron_config.freeze_moe_router", trainer.policy.megatron_config.freeze_moe_router, (False,))
+    if trainer.max_training_steps is None:
+        raise ConfigError("trainer.max_training_steps: expected a number of steps, found None; prompts are drawn without an end")
+    if not trainer.policy.model.path or not Path(trainer.policy.model.path).is_dir():
+        raise ConfigError(
+            f"trainer.policy.model.path: expected a folder with a checkpoint in HF format, found {trainer.policy.model.path!r}"
+        )
+    missing = [file for file in config.data.train_data if not Path(file).is_file()]
+    if missing or not config.data.train_data:
+        raise ConfigError(f"data.train_data: expected existing files, found {missing or 'none'}")
+    if own.contract is not None and not Path(own.contract).is_file():
+        raise ConfigError(f"isoexec.contract: no file {own.contract!r}; `isoexec contract build` writes one, None builds it from the model")
+    if own.arm == "isoexec":
+        _check_contract_arm(config)
+
+
+#: What a contract asks of the sampler, see ``isoexec.runtimes.vllm.settings.REQUEST``.
+_SAMPLING = {"top_p": (1.0,), "top_k": (-1, 0), "min_p": (0.0,), "repetition_penalty": (1.0,), "stop": (None,)}
+
+
+def _check_contract_arm(config: TrainConfig) -> None:
+    trainer, generator = config.trainer, config.generator
+    for name, allowed in _SAMPLING.items():
+        _one_of(
+            f"generator.sampling_params.{name}", getattr(generator.sampling_params, name), allowed,
+            "the logprob must be of the distribution that was sampled",
+        )  # fmt: skip
+    if not generator.sampling_params.temperature > 0:
+        raise ConfigError(
+            f"generator.sampling_params.temperature: expected more than 0, found {generator.sampling_params.temperature}: "
+            "a greedy token is not drawn from a distribution"
+        )
+    if trainer.algorithm.temperature != generator.sampling_params.temperature:
+        raise ConfigError(
+            f"trainer.algorithm.temperature: expected that of generator.sampling_params, {generator.sampling_params.temperature}, found "
+            f"{trainer.algorithm.temperature}; leave it out"
+        )
+    _one_of("generator.sampling_params.logprobs", generator.sampling_params.logprobs, (0, 1), "the engine's logprobs are compared")
+    _one_of("generator.inference_engine.enforce_eager", generator.inference_engine.enforce_eager, (True,))
+    _one_of("generator.use_conversation_multi_turn", generator.use_conversation_multi_turn, (True,), "an appended token was not sampled")
+    _one_of("trainer.remove_microbatch_padding", trainer.remove_microbatch_padding, (True,), "under a contract sequences are packed")
+    _one_of("trainer.fused_lm_head_logprob", trainer.fused_lm_head_logprob, (False,), "it computes logprobs outside the op library")
+    _one_of("trainer.bf16", trainer.bf16, (True,), "parameters and activations are bf16 in the engine")
+    _one_of("generator.inference_engine.model_dtype", generator.inference_engine.model_dtype, ("bfloat16",))
+
+
+def _one_of(name: str, found, allowed: tuple, because: str = "") -> None:
+    if not any(type(found) is type(value) and found == value for value in allowed):
+        expected = " or ".join(map(repr, allowed))
+        raise ConfigError(f"{name}: expected {expected}, found {found!r}" + (f": {because}" if because else ""))
+
+
+def check_environment(config: TrainConfig, environ) -> None:
+    """Refuse an environment that would decide what the configuration decides.
+
+    Raises:
+        ConfigError: the contract variable is set; the run sets it in its own processes.
+    """
+    if environ.get(CONTRACT_VARIABLE):
+        raise ConfigError(f"{CONTRACT_VARIABLE}: expected unset, found {environ[CONTRACT_VARIABLE]!r}; name the file in isoexec.contract")

@@ -1,0 +1,178 @@
+"""SkyRL's experiment: datasets, engines, policy and trainer, put together without a framework in the driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ray
+import skyrl_gym
+from loguru import logger
+from skyrl.backends.skyrl_train.inference_servers.common import SERVER_PORT_STRIDE
+from skyrl.backends.skyrl_train.inference_servers.server_group import ServerGroup
+from skyrl.train.dataset import PromptDataset
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.utils.tok import get_tokenizer
+
+from isoexec.runtimes.skyrl import cluster
+from isoexec.runtimes.skyrl.actors import EngineActor, PolicyActor, engine_request
+from isoexec.runtimes.skyrl.client import InferenceClient
+from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig
+from isoexec.runtimes.skyrl.generator import SeededGenerator
+from isoexec.runtimes.skyrl.trainer import Trainer, stop_actors
+
+_FIRST_PORT = 8000
+
+
+class Experiment(BasePPOExp):
+    """One run. Construct it before Ray starts, so that a fault of the data is found first.
+
+    Args:
+        config: resolved.
+        contract: digest of the contract, or None.
+
+    Raises:
+        ConfigError: the data or an environment cannot be used.
+    """
+
+    def __init__(self, config: TrainConfig, contract: str | None):
+        # Upstream's constructor trusts a checkpoint's code, filters prompts in eight processes and wants Ray.
+        self.cfg, self._contract = config, contract
+        self.tokenizer = get_tokenizer(
+            config.trainer.policy.model.path,
+            trust_remote_code=False,
+            use_fast=not config.trainer.disable_fast_tokenizer,
+            padding_side="left",
+        )
+        self._register_environments()
+        self.train_dataset = self.get_train_dataset()
+        self.eval_dataset = self.get_eval_dataset()
+        self.colocate_pg = None
+        self.trainer: Trainer | None = None
+        self._groups: list[ServerGroup] = []
+        self._router = None
+
+    def _register_environments(self) -> None:
+        for name, entry in self.cfg.isoexec.environments.items():
+            skyrl_gym.register(id=name, entry_point=entry)
+        try:
+            skyrl_gym.spec(self.cfg.environment.env_class)
+        except Exception as error:
+            raise ConfigError(
+                f"environment.env_class: {self.cfg.environment.env_class!r}: {error}; name it in isoexec.environments"
+            ) from error
+
+    def get_train_dataset(self) -> PromptDataset:
+        return self._dataset("data.train_data", self.cfg.data.train_data)
+
+    def get_eval_dataset(self) -> PromptDataset | None:
+        if self.cfg.trainer.eval_interval <= 0 or not self.cfg.data.val_data:
+            return None
+        return self._dataset("data.val_data", self.cfg.data.val_data)
+
+    def _dataset(self, name: str, files: list[str]) -> PromptDataset:
+        for file in files:
+            if not Path(file).is_file():
+                raise ConfigError(f"{name}: no file {file!r}; expected parquet or JSON lines")
+        longest = self.cfg.trainer.max_prompt_length
+        try:
+            found = PromptDataset(datasets=files, tokenizer=self.tokenizer, max_prompt_length=longest, num_workers=1)
+        except KeyError as error:
+            raise ConfigError(f"{name}: {files}: no column {error}; a prompt is a list of messages in 'prompt'") from error
+        if not len(found):
+            raise ConfigError(f"{name}: no prompt of at most trainer.max_prompt_length = {longest} tokens in {files}; raise it")
+        return found
+
+    # --- parts ------------------------------------------------------------------------------------------------------------------
+
+    def get_generator(self, cfg, tokenizer, inference_engine_client) -> SeededGenerator:
+        return SeededGenerator(
+            generator_cfg=cfg.generator,
+            skyrl_gym_cfg=cfg.environment.skyrl_gym,
+            inference_engine_client=inference_engine_client,
+            tokenizer=tokenizer,
+            policy_model_name=inference_engine_client.model_name,
+            run_seed=cfg.isoexec.seed,
+        )
+
+    def get_trainer(self, cfg, **parts) -> Trainer:
+        return Trainer(cfg, contract=self._contract, **parts)
+
+    def _setup_trainer(self) -> Trainer:
+        for folder in (self.cfg.trainer.export_path, self.cfg.trainer.ckpt_path):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        if self.cfg.trainer.placement.colocate_all:
+            self.colocate_pg = cluster.placement(self._engine_processes())
+        starting = self._start_engines()
+        client = InferenceClient(
+            proxy_url="",
+            server_urls=[],
+            data_parallel_size=self.cfg.generator.inference_engine.data_parallel_size,
+            model_name=self.cfg.trainer.policy.model.path,
+            tokenizer=self.tokenizer,
+        )
+        self.trainer = self.get_trainer(
+            cfg=self.cfg,
+            tracker=self.get_tracker(),
+            tokenizer=self.tokenizer,
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            inference_engine_client=client,
+            generator=self.get_generator(self.cfg, self.tokenizer, client),
+            colocate_pg=self.colocate_pg,
+        )
+        self.trainer.trajectory_logger = self.get_trajectory_logger()
+        # The policy is built while the engines start: both spend most of it importing.
+        self.trainer.build_models(PolicyActor, None, None)
+        ray.get(starting)
+        self._connect(client)
+        return self.trainer
+
+    def _engine_processes(self) -> int:
+        engine = self.cfg.generator.inference_engine
+        return engine.num_engines * engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+
+    def _start_engines(self) -> list:
+        """Start every engine; returns what to wait for."""
+        engine = self.cfg.generator.inference_engine
+        placement = self.colocate_pg or cluster.placement(self._engine_processes())
+        per_engine = self._engine_processes() // engine.num_engines
+        for i in range(engine.num_engines):
+            self._groups.append(
+                ServerGroup(
+                    cli_args=engine_request(self.cfg),
+                    num_servers=engine.data_parallel_size,
+                    placement_group=placement,
+                    placement_group_bundle_offset=i * per_engine,
+                    start_port=_FIRST_PORT + i * engine.data_parallel_size * SERVER_PORT_STRIDE,
+                    enable_dp=engine.data_parallel_size > 1,
+                    server_actor_cls=EngineActor,
+                    use_expandable_segments=engine.use_expandable_segments,
+                    distributed_executor_backend=engine.distributed_executor_backend,
+                    enable_ray_prometheus_stats=engine.enable_ray_prometheus_stats,
+                )
+            )
+        return [reference for group in self._groups for reference in group.start(blocking=False)]
+
+    def _connect(self, client: InferenceClient) -> None:
+        urls = [info.url for group in self._groups for info in group.server_infos]
+        if len(urls) == 1:
+            client.connect(urls[0], urls, routed=False)
+            return
+        from skyrl.backends.skyrl_train.inference_servers.utils import build_router_args
+        from skyrl.backends.skyrl_train.inference_servers.vllm_router import VLLMRouter
+
+        args = build_router_args(self.cfg.generator.inference_engine, server_urls=urls)
+        args.host = ray.util.get_node_ip_address()
+        self._router = VLLMRouter(args, log_path=self.cfg.trainer.log_path)
+        client.connect(self._router.start(), urls, routed=True)
+
+    def close(self) -> None:
+        """End every process of the run."""
+        stop_actors(self.trainer)
+        if self._router is not None:
+            self._router.shutdown()
+        for group in self._groups:
+            try:
+                group.shutdown()
+            except Exception as error:  # an engine that has died cannot say goodbye
+                logger.warning(f"closing an engine: {error}")

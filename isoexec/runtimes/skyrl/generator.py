@@ -1,0 +1,40 @@
+"""Rollouts with one sampling seed for each sample."""
+
+from __future__ import annotations
+
+import hashlib
+
+from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
+
+
+def sampling_seed(*key) -> int:
+    """Seed of a key such as (run, phase, step, prompt, sample): 62 bits of its hash."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 2
+
+
+class SeededGenerator(SkyRLGymGenerator):
+    """SkyRL's generator; what a sample becomes depends on the run's seed, the step, the prompt and the sample, not on the batch.
+
+    Evaluation leaves the step out, so that two evaluations differ by the weights alone.
+    """
+
+    def __init__(self, *args, run_seed: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._run_seed = run_seed
+
+    async def generate(self, input_batch, disable_tqdm: bool = False):
+        batch = input_batch.get("batch_metadata")
+        phase, step = ("train", 0) if batch is None else (batch.training_phase, batch.global_step)
+        params = dict(input_batch["sampling_params"])
+        params["min_tokens"] = 0  # SkyRL asks for 1, which masks the end of sequence at the first token
+        if params["temperature"] > 0:
+            params["seed"] = sampling_seed(self._run_seed, phase, step if phase == "train" else 0)
+        else:
+            params.pop("logprobs", None)  # a greedy token is not drawn from a distribution
+        return await super().generate({**input_batch, "sampling_params": params}, disable_tqdm)
+
+    async def agent_loop(self, *args, sampling_params=None, trajectory_id=None, **kwargs):
+        if "seed" in sampling_params:
+            seed = sampling_seed(sampling_params["seed"], trajectory_id.instance_id, trajectory_id.repetition_id)
+            sampling_params = {**sampling_params, "seed": seed}
+        return await super().agent_loop(*args, sampling_params=sampling_params, trajectory_id=trajectory_id, **kwargs)

@@ -1,0 +1,96 @@
+"""Rollout logprobs against the trainer's: over bit patterns, at full precision."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+class RolloutMismatch(RuntimeError):
+    """A token's two logprobs differ, so the importance ratio of its first update is not 1."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Of the tokens of a step that are trained on.
+
+    Attributes:
+        tokens: compared.
+        equal: with equal bits.
+        mean, max, std: of the absolute difference, in fp64; 0.0 where no token is compared.
+        first: (sequence, position in the response) of the first token that differs, or None.
+    """
+
+    tokens: int
+    equal: int
+    mean: float
+    max: float
+    std: float
+    first: tuple[int, int] | None
+
+    @property
+    def bit_equal(self) -> float:
+        """Share of tokens with equal bits; 1.0 where no token is compared."""
+        return self.equal / self.tokens if self.tokens else 1.0
+
+
+def compare(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> Mismatch:
+    """Compare two [B, S] fp32 tensors of logprobs where ``mask`` [B, S] is more than 0.
+
+    Raises:
+        TypeError: a side is not fp32; a cast would round.
+    """
+    for side, values in (("rollout", rollout), ("trainer", trainer)):
+        if values.dtype != torch.float32:
+            raise TypeError(f"{side} logprobs: expected torch.float32, found {values.dtype}; compare them before they are rounded")
+    chosen = mask > 0
+    ours, theirs = rollout[chosen].contiguous(), trainer[chosen].contiguous()
+    equal = ours.view(torch.int32) == theirs.view(torch.int32)
+    distance = (ours.double() - theirs.double()).abs()
+    differing = (chosen.nonzero()[~equal]).tolist()
+    return Mismatch(
+        tokens=ours.numel(),
+        equal=int(equal.sum()),
+        mean=distance.mean().item() if ours.numel() else 0.0,
+        max=distance.max().item() if ours.numel() else 0.0,
+        std=distance.std().item() if ours.numel() > 1 else 0.0,
+        first=tuple(differing[0]) if differing else None,
+    )
+
+
+def write_bundle(path: Path, batch, found: Mismatch, step: int, weight_version: int) -> str:
+    """Write what is needed to compute the first differing sequence again.
+
+    Args:
+        batch: SkyRL ``TrainingInputBatch`` with both sides' logprobs.
+        found: with a ``first``.
+
+    Returns:
+        The differing token in words.
+    """
+    row, position = found.first
+    attended = batch["attention_mask"][row].bool()
+    tokens = batch["sequences"][row]
+    response = batch["response_mask"].shape[1]
+    column = tokens.shape[0] - response + position
+    rollout, trainer = batch["rollout_logprobs"][row], batch["action_log_probs"][row]
+    bundle = {
+        "step": step,
+        "weight_version": weight_version,
+        "sequence": row,
+        "tokens": tokens[attended].tolist(),
+        "differs_at": int(attended[:column].sum()),
+        "mask": batch["loss_mask"][row].tolist(),
+        "rollout_bits": _bits(rollout),
+        "trainer_bits": _bits(trainer),
+    }
+    path.write_text(json.dumps(bundle))
+    ours, theirs = rollout[position].item(), trainer[position].item()
+    return f"sequence {row}, token {bundle['differs_at']} (id {int(tokens[column])}): rollout {ours!r}, trainer {theirs!r}"
+
+
+def _bits(values: torch.Tensor) -> list[int]:
+    return values.contiguous().view(torch.int32).tolist()

@@ -1,0 +1,230 @@
+"""SkyRL's PPO trainer with the comparison of each step, DAPO's soft overlong punishment, and checkpoints without pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import ray
+from loguru import logger
+from skyrl.train.trainer import RayPPOTrainer
+from skyrl.train.utils.callbacks import TrainingCallback
+from skyrl.train.utils.trainer_utils import ResumeMode, cleanup_old_checkpoints, extract_step_from_path
+
+from isoexec.runtimes.skyrl import mismatch
+from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig
+from isoexec.runtimes.skyrl.dapo import overlong_penalty
+from isoexec.runtimes.skyrl.steps import StepLog
+from isoexec.runtimes.skyrl.stream import PromptStream
+
+#: Score from which a sample has passed.
+PASS = 1.0
+
+
+class RewardError(ValueError):
+    """The environment gave a reward that is no finite number."""
+
+
+class Trainer(RayPPOTrainer):
+    """SkyRL's training loop; what a step rolled out is compared with what the trainer computes before anything is trained on.
+
+    Args:
+        config: of the run.
+        contract: digest of the contract, or None.
+    """
+
+    def __init__(self, config: TrainConfig, *, contract: str | None, **kwargs):
+        super().__init__(cfg=config, **kwargs)
+        self._own = config.isoexec
+        self._contract = contract
+        self._sampled: list[float] = []  # rewards of the step, of groups that dynamic sampling drops too
+        self._batches = 0
+        self.add_callback(_SeedEachStep(config.isoexec.seed))
+        self.add_callback(StepLog(Path(config.isoexec.out) / "steps.jsonl"))
+
+    def _build_train_dataloader_and_compute_training_steps(self) -> None:
+        self.train_dataloader = PromptStream(self.train_dataset, self.cfg.trainer.train_batch_size, self.cfg.isoexec.seed)
+        self.total_training_steps = self.cfg.trainer.max_training_steps
+
+    # --- rewards ----------------------------------------------------------------------------------------------------------------
+
+    async def generate(self, input_batch):
+        output = await super().generate(input_batch)
+        _check_rewards(output["rewards"])
+        return output
+
+    def handle_dynamic_sampling(self, generator_output, uids):
+        self._record(generator_output["rewards"])
+        return super().handle_dynamic_sampling(generator_output, uids)
+
+    def _record(self, rewards) -> None:
+        self._sampled += [sum(r) if isinstance(r, list) else float(r) for r in rewards]
+        self._batches += 1
+
+    def postprocess_generator_output(self, generator_output, uids, *args, **kwargs):
+        if not self._batches:  # without dynamic sampling
+            self._record(generator_output["rewards"])
+        self.all_metrics.update(
+            {
+                "sampled/reward": sum(self._sampled) / len(self._sampled),
+                "sampled/pass_rate": sum(reward >= PASS for reward in self._sampled) / len(self._sampled),
+                "sampled/responses": len(self._sampled),
+                "sampled/batches": self._batches,
+            }
+        )
+        self._sampled, self._batches = [], 0
+        self._punish_length(generator_output)
+        return super().postprocess_generator_output(generator_output, uids, *args, **kwargs)
+
+    def _punish_length(self, generator_output) -> None:
+        algorithm = self.cfg.trainer.algorithm
+        longest = self.cfg.generator.sampling_params.max_generate_length
+        rewards = generator_output["rewards"]
+        for i, response in enumerate(generator_output["response_ids"]):
+            penalty = overlong_penalty(len(response), longest, algorithm.overlong_buffer_len, algorithm.overlong_buffer_penalty_factor)
+            if penalty == 0.0:
+                continue
+            if isinstance(rewards[i], list):
+                rewards[i][-1] += penalty
+            else:
+                rewards[i] += penalty
+
+    # --- the comparison ---------------------------------------------------------------------------------------------------------
+
+    def fwd_logprobs_values_reward(self, training_input):
+        training_input = super().fwd_logprobs_values_reward(training_input)
+        found = mismatch.compare(training_input["rollout_logprobs"], training_input["action_log_probs"], training_input["loss_mask"])
+        self.all_metrics.update(
+            {
+                "policy/rollout_train_logprobs_abs_diff_mean": found.mean,
+                "policy/rollout_train_logprobs_abs_diff_max": found.max,
+                "policy/rollout_train_logprobs_abs_diff_std": found.std,
+                "policy/rollout_train_tokens": found.tokens,
+                "policy/rollout_train_bit_equal": found.bit_equal,
+            }
+        )
+        if found.first is not None and self._own.arm == "isoexec":
+            self._report(training_input, found)
+        return training_input
+
+    def _report(self, batch, found: mismatch.Mismatch) -> None:
+        path = Path(self._own.out) / f"mismatch-{self.global_step}.json"
+        where = mismatch.write_bundle(path, batch, found, self.global_step, self.inference_engine_client.weight_version)
+        message = (
+            f"step {self.global_step}: {found.tokens - found.equal} of {found.tokens} tokens differ between rollout and trainer; "
+            f"the first: {where}; bundle: {path}"
+        )
+        if self._own.on_mismatch == "stop":
+            raise mismatch.RolloutMismatch(message)
+        logger.warning(message)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------------------
+
+    def save_checkpoints(self) -> str:
+        """Write ``global_step_<n>``: complete, or not at all."""
+        root = Path(self.cfg.trainer.ckpt_path)
+        final = root / f"global_step_{self.global_step}"
+        scratch = root / f".{final.name}.partial"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        self.dispatch.save_checkpoint("policy", str(scratch / "policy"))
+        state = {
+            "step": self.global_step,
+            "seed": self._own.seed,
+            "contract": self._contract,
+            "stream": self.train_dataloader.state_dict(),
+        }
+        _write_synced(scratch / "trainer.json", json.dumps(state))
+        for file in scratch.rglob("*.safetensors"):
+            _sync(file)
+        if final.exists():  # of a run that went further and was resumed before it
+            shutil.rmtree(final)
+        os.replace(scratch, final)
+        _write_synced(root / "latest_ckpt_global_step.txt", str(self.global_step))
+        cleanup_old_checkpoints(str(root), self.cfg.trainer.max_ckpts_to_keep)
+        return str(final)
+
+    def load_checkpoints(self) -> tuple[int, str | None]:
+        """Continue from the checkpoint that ``trainer.resume_mode`` names; (0, None) where there is none.
+
+        Raises:
+            ConfigError: it is missing, or of a run with another seed or contract.
+        """
+        folder = self._checkpoint_folder()
+        if folder is None:
+            return 0, None
+        try:
+            state = json.loads((folder / "trainer.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"checkpoint {str(folder)!r}: {error}; name a global_step_ folder of this program") from error
+        for name, wanted in (("seed", self._own.seed), ("contract", self._contract)):
+            if state[name] != wanted:
+                raise ConfigError(
+                    f"checkpoint {str(folder)!r}: {name}: this run has {wanted!r}, the checkpoint {state[name]!r}; resume with the same, or "
+                    "start a new run in another isoexec.out"
+                )
+        if state["step"] >= self.cfg.trainer.max_training_steps:
+            raise ConfigError(
+                f"trainer.max_training_steps: expected more than the checkpoint's {state['step']}, found "
+                f"{self.cfg.trainer.max_training_steps}; raise it, there is nothing left to do"
+            )
+        self.dispatch.load_checkpoint("policy", str(folder / "policy"))
+        self.train_dataloader.load_state_dict(state["stream"])
+        return state["step"], str(folder)
+
+    def _checkpoint_folder(self) -> Path | None:
+        if self.resume_mode == ResumeMode.NONE:
+            return None
+        if self.resume_mode == ResumeMode.FROM_PATH:
+            folder = Path(self.cfg.trainer.resume_path or "")
+            if extract_step_from_path(folder) == -1 or not folder.is_dir():
+                raise ConfigError(f"trainer.resume_path: expected a global_step_ folder, found {self.cfg.trainer.resume_path!r}")
+            return folder
+        latest = Path(self.cfg.trainer.ckpt_path) / "latest_ckpt_global_step.txt"
+        return latest.with_name(f"global_step_{int(latest.read_text())}") if latest.exists() else None
+
+
+class _SeedEachStep(TrainingCallback):
+    """Python's and NumPy's generators by (run, step): what a step draws needs no state in a checkpoint."""
+
+    def __init__(self, seed: int):
+        self._seed = seed
+
+    def on_step_start(self, trainer, callback_input, control) -> None:
+        random.seed(f"{self._seed} {callback_input.global_step}")
+        np.random.seed(random.getrandbits(32))
+
+
+def _check_rewards(rewards) -> None:
+    for i, reward in enumerate(rewards):
+        parts = reward if isinstance(reward, list) else [reward]
+        if not all(isinstance(part, (int, float)) and math.isfinite(part) for part in parts):
+            raise RewardError(f"reward of response {i}: expected finite numbers, found {reward!r}; see the environment's scorer")
+
+
+def _write_synced(path: Path, text: str) -> None:
+    scratch = path.with_name(f".{path.name}.partial")
+    scratch.write_text(text)
+    _sync(scratch)
+    os.replace(scratch, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def stop_actors(trainer: RayPPOTrainer | None) -> None:
+    """End the policy workers, so that nothing runs on after the driver."""
+    if trainer is None or trainer.policy_model is None:
+        return
+    for actor in trainer.policy_model._actor_handlers:
+        ray.kill(actor)

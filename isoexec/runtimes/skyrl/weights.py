@@ -1,0 +1,128 @@
+"""The way of the weights from policy to engines: a handshake, the transfer, a flushed prefix cache.
+
+On the CPU a safetensors file in shared memory passes them; with GPUs SkyRL's IPC and NCCL senders do, fed by isoexec's mapping.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from skyrl.backends.skyrl_train.weight_sync import WeightChunk, WeightExtractor
+
+from isoexec.contract import Identity, handshake
+from isoexec.runtimes import evidence
+from isoexec.runtimes.megatron.hf_files import HFFiles
+from isoexec.runtimes.skyrl.config import SYNC_VARIABLE, uses_gpus
+from isoexec.runtimes.skyrl.tensors import write_tensors
+
+
+def make_sync(worker) -> Sync:
+    """The transfer that this machine has."""
+    return UpstreamSync(worker) if uses_gpus() else SharedMemorySync(worker)
+
+
+class Sync:
+    """One policy worker's part in every sync of a run; each rank has one, and all of them call.
+
+    Args:
+        worker: :class:`isoexec.runtimes.skyrl.worker.PolicyWorker`.
+    """
+
+    def __init__(self, worker):
+        self.worker = worker
+
+    async def begin(self, client, engine_config) -> None:
+        """Once, before the first sync."""
+        if dist.get_rank() == 0:
+            await client.call("isoexec_follow_parent")
+        dist.barrier()
+
+    async def run(self, client, engine_config) -> None:
+        """Handshake, transfer, flush."""
+        if dist.get_rank() == 0:
+            await self._handshake(client)
+        dist.barrier()
+        await self._transfer(client, engine_config)
+        if dist.get_rank() == 0:  # what the caches hold was computed by the old weights
+            await client.reset_prefix_cache(reset_running_requests=True)
+        dist.barrier()
+
+    async def _handshake(self, client) -> None:
+        contract = self.worker.contract
+        if contract is None:
+            return
+        ours = evidence.identity(contract, "trainer")
+        for found in await client.call("isoexec_identity"):
+            handshake(ours, Identity.from_json(json.dumps(found)))
+
+    async def _transfer(self, client, engine_config) -> None:
+        raise NotImplementedError
+
+
+class SharedMemorySync(Sync):
+    """Through a file that the engines read, and that is gone when they have."""
+
+    async def _transfer(self, client, engine_config) -> None:
+        tensors = self.worker.hf_tensors()
+        if dist.get_rank() != 0:
+            return
+        with tempfile.TemporaryDirectory(prefix="isoexec-", dir=os.environ.get(SYNC_VARIABLE)) as folder:
+            path = Path(folder) / "model.safetensors"
+            write_tensors(path, HFFiles(self.worker._folder).in_stored_form(tensors))
+            await client.call("isoexec_load_weights", path=str(path))
+
+
+class UpstreamSync(Sync):
+    """Through SkyRL's senders."""
+
+    async def begin(self, client, engine_config) -> None:
+        await super().begin(client, engine_config)
+        await self.worker.begin_upstream_sync(client, engine_config)
+        self.worker.weight_extractor = MappedExtractor(self.worker)
+
+    async def _transfer(self, client, engine_config) -> None:
+        await self.worker.send_upstream(client, engine_config)
+
+
+class MappedExtractor(WeightExtractor):
+    """SkyRL's extractor by isoexec's mapping to HF names, one chunk per dtype."""
+
+    def __init__(self, worker):
+        self._worker = worker
+
+    def extract_weights(self, dtype: torch.dtype) -> Iterator[WeightChunk]:
+        """Chunks of one dtype each.
+
+        Raises:
+            TypeError: a parameter is not of ``dtype``; SkyRL's buffers hold one, and a cast would change what the engine computes.
+        """
+        device = torch.device("cuda", torch.cuda.current_device())
+        tensors = self._worker.hf_tensors()
+        other = sorted(name for name, tensor in tensors.items() if tensor.dtype != dtype)
+        if other:
+            raise TypeError(
+                f"weight sync: expected {dtype} parameters, found {len(other)} others ({', '.join(other[:3])}); SkyRL's transfer carries "
+                "one dtype"
+            )
+        names = list(tensors)
+        yield WeightChunk(
+            names=names,
+            dtypes=[str(dtype)] * len(names),
+            shapes=[list(tensors[name].shape) for name in names],
+            tensors=[tensors[name].to(device) for name in names],
+        )
+
+    def get_weight_metadata(self, dtype: torch.dtype) -> dict[str, list]:
+        """Names, dtypes and shapes, in the order of :meth:`extract_weights`."""
+        tensors = self._worker.hf_tensors()
+        return {
+            "names": list(tensors),
+            "dtype_names": [str(dtype).removeprefix("torch.")] * len(tensors),
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        }

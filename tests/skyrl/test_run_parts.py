@@ -1,0 +1,225 @@
+"""What a run is put together from, without Ray and without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from isoexec.runtimes.skyrl import mismatch, steps, tensors
+from isoexec.runtimes.skyrl.config import ConfigError, check_environment, resolve
+from isoexec.runtimes.skyrl.dapo import overlong_penalty
+from isoexec.runtimes.skyrl.stream import PromptStream
+from tests.skyrl.small_run import small_config
+
+
+class Prompts:
+    """As many prompts as asked for, in place of SkyRL's dataset."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, i):
+        return i
+
+    def collate_fn(self, rows):
+        return [{"prompt": i, "env_class": None, "env_extras": {}, "uid": str(i)} for i in rows]
+
+
+def uids(stream, batches):
+    iterator = iter(stream)
+    return [[prompt["uid"] for prompt in next(iterator)] for _ in range(batches)]
+
+
+def test_an_epoch_takes_each_prompt_once_and_the_next_in_another_order():
+    batches = uids(PromptStream(Prompts(8), 2, seed=1), 8)
+    first, second = sum(batches[:4], []), sum(batches[4:], [])
+    assert sorted(first) == [f"{i}@0" for i in range(8)] and sorted(second) == [f"{i}@1" for i in range(8)]
+    assert [u[:-2] for u in first] != [u[:-2] for u in second]
+
+
+def test_a_stream_resumes_at_its_position_and_another_seed_is_another_order():
+    whole = uids(PromptStream(Prompts(8), 3, seed=1), 7)
+    begun = PromptStream(Prompts(8), 3, seed=1)
+    uids(begun, 3)
+    resumed = PromptStream(Prompts(8), 3, seed=1)
+    resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+    assert uids(resumed, 4) == whole[3:]
+    assert uids(PromptStream(Prompts(8), 3, seed=2), 7) != whole
+
+
+def test_too_few_prompts_are_refused():
+    with pytest.raises(ConfigError, match="train_batch_size = 4.*found 3"):
+        PromptStream(Prompts(3), 4, seed=1)
+
+
+def test_equal_logprobs_are_equal_and_a_planted_ulp_is_not():
+    torch.manual_seed(0)
+    rollout, mask = -torch.rand(3, 5), torch.ones(3, 5)
+    mask[1, 2] = 0
+    found = mismatch.compare(rollout, rollout.clone(), mask)
+    assert (found.tokens, found.equal, found.mean, found.max, found.std, found.first) == (14, 14, 0.0, 0.0, 0.0, None)
+    assert found.bit_equal == 1.0
+    planted = rollout.clone()
+    planted.view(torch.int32)[2, 1] += 1
+    found = mismatch.compare(rollout, planted, mask)
+    assert (found.equal, found.first) == (13, (2, 1)) and found.max > 0 and found.mean > 0 and found.std > 0
+    planted = rollout.clone()
+    planted.view(torch.int32)[1, 2] += 1  # not trained on
+    assert mismatch.compare(rollout, planted, mask).bit_equal == 1.0
+
+
+def test_equality_is_of_bits():
+    ones = torch.ones(1, 1)
+    assert mismatch.compare(torch.zeros(1, 1), -torch.zeros(1, 1), ones).equal == 0
+    assert mismatch.compare(ones * torch.nan, ones * torch.nan, ones).equal == 1
+    with pytest.raises(TypeError, match="rollout.*bfloat16"):
+        mismatch.compare(ones.bfloat16(), ones, ones)
+    nothing = mismatch.compare(ones, ones + 1, torch.zeros(1, 1))
+    assert (nothing.tokens, nothing.bit_equal, nothing.max) == (0, 1.0, 0.0)
+
+
+def test_a_bundle_names_the_token_that_differs(tmp_path):
+    rollout = torch.tensor([[-1.0, -2.0, 0.0]])
+    trainer = rollout.clone()
+    trainer.view(torch.int32)[0, 1] += 1
+    batch = {
+        "sequences": torch.tensor([[0, 11, 12, 21, 22, 0]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0]]),
+        "response_mask": torch.tensor([[1, 1, 0]]),
+        "loss_mask": torch.tensor([[1.0, 1.0, 0.0]]),
+        "rollout_logprobs": rollout,
+        "action_log_probs": trainer,
+    }
+    found = mismatch.compare(rollout, trainer, batch["loss_mask"])
+    said = mismatch.write_bundle(tmp_path / "bundle.json", batch, found, step=3, weight_version=4)
+    bundle = json.loads((tmp_path / "bundle.json").read_text())
+    assert "token 3 (id 22)" in said and bundle["differs_at"] == 3
+    assert bundle["tokens"] == [11, 12, 21, 22] and bundle["tokens"][bundle["differs_at"]] == 22
+    assert bundle["rollout_bits"][1] + 1 == bundle["trainer_bits"][1]
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (25, -1.0)])
+def test_overlong_responses_are_punished_softly(length, expected):
+    assert overlong_penalty(length, longest=20, buffer=4, factor=1.0) == expected
+    assert overlong_penalty(length, longest=20, buffer=4, factor=0.5) == expected / 2
+    assert overlong_penalty(length, longest=20, buffer=0, factor=1.0) == 0.0
+
+
+def test_every_sample_has_a_seed_of_its_own(monkeypatch):
+    from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
+
+    from isoexec.runtimes.skyrl.generator import SeededGenerator
+
+    async def agent_loop(self, *args, sampling_params=None, **kwargs):
+        return sampling_params
+
+    async def generate(self, batch, disable_tqdm=False):
+        ids = [SimpleNamespace(instance_id=f"{p}", repetition_id=r) for p in range(3) for r in range(2)]
+        return [await self.agent_loop(sampling_params=batch["sampling_params"], trajectory_id=i) for i in ids]
+
+    monkeypatch.setattr(SkyRLGymGenerator, "agent_loop", agent_loop)
+    monkeypatch.setattr(SkyRLGymGenerator, "generate", generate)
+    monkeypatch.setattr(SkyRLGymGenerator, "__init__", lambda self: None)
+
+    def seeds(run, phase, step, temperature=1.0):
+        batch = {
+            "sampling_params": {"temperature": temperature, "logprobs": 1, "min_tokens": 1},
+            "batch_metadata": SimpleNamespace(training_phase=phase, global_step=step),
+        }
+        return asyncio.run(SeededGenerator(run_seed=run).generate(batch))
+
+    def of(*key):
+        return [params["seed"] for params in seeds(*key)]
+
+    assert len(set(of(1, "train", 1) + of(1, "train", 2) + of(2, "train", 1) + of(1, "eval", 1))) == 4 * 6
+    assert of(1, "train", 1) == of(1, "train", 1) and of(1, "eval", 1) == of(1, "eval", 5)
+    assert all(params["min_tokens"] == 0 for params in seeds(1, "train", 1))
+    greedy = seeds(1, "eval", 0, temperature=0.0)
+    assert all("seed" not in params and "logprobs" not in params for params in greedy)
+
+
+def test_a_line_holds_the_step_at_full_precision(tmp_path):
+    logs = {"sampled/reward": 1 / 3, "policy/final_loss": 1e-17, "timing/generate": 2.5, "eval/all/avg_score": 0.1, "other": 1}
+    path = tmp_path / "steps.jsonl"
+    log = steps.StepLog(path)
+    trainer, at = None, lambda step, logs=None: SimpleNamespace(global_step=step, logs=logs)  # noqa: E731
+    log.on_train_start(trainer, at(0), None)
+    for step in (1, 2, 3):
+        log.on_log(trainer, at(step, logs), None)
+    path.write_text(path.read_text() + '{"step": 4, "rew')  # killed while it wrote
+    lines = steps.read_steps(path)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[0]["reward"] == 1 / 3 and lines[0]["loss"] == 1e-17
+    assert lines[0]["seconds"] == {"generate": 2.5} and lines[0]["eval"] == {"all/avg_score": 0.1}
+    log.on_train_start(trainer, at(2), None)  # resumed after step 2
+    assert [line["step"] for line in steps.read_steps(path)] == [1, 2]
+    log.on_train_start(trainer, at(0), None)
+    assert steps.read_steps(path) == []
+
+
+def test_tensors_are_written_whole(tmp_path):
+    stored = {"a": torch.arange(6).view(2, 3).t(), "b": torch.tensor([1.5], dtype=torch.bfloat16)}
+    tensors.write_tensors(tmp_path / "t.safetensors", stored)
+    assert [p.name for p in tmp_path.iterdir()] == ["t.safetensors"]
+    read = dict(tensors.read_tensors(tmp_path / "t.safetensors"))
+    assert read["a"].tolist() == stored["a"].tolist() and read["b"].dtype == torch.bfloat16
+
+
+@pytest.fixture
+def config(tmp_path):
+    """``config(*overrides)`` -> content of a configuration that would run."""
+    model = tmp_path / "model"
+    model.mkdir()
+    return lambda *overrides: small_config(model, tmp_path / "out", list(overrides))
+
+
+def test_a_configuration_is_fitted_to_the_machine(config, tmp_path):
+    found = resolve(config())
+    assert found.trainer.seed == found.isoexec.seed == 7
+    assert found.trainer.ckpt_path == str(tmp_path / "out/checkpoints") and found.trainer.algorithm.temperature == 1.0
+    assert found.trainer.remove_microbatch_padding
+    if not torch.cuda.is_available():
+        assert not found.trainer.flash_attn and not found.generator.inference_engine.enable_ray_prometheus_stats
+        assert not resolve(config("isoexec.arm=native")).trainer.remove_microbatch_padding
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("isoexec.arm=other", "isoexec.arm: expected 'isoexec' or 'native', found 'other'"),
+        ("isoexec.on_mismatch=ignore", "isoexec.on_mismatch"),
+        ("isoexec.unknown=1", "unknown"),
+        ("trainer.unknown=1", "unknown"),
+        ("trainer.strategy=fsdp", "trainer.strategy"),
+        ("trainer.max_training_steps=null", "trainer.max_training_steps"),
+        ("trainer.policy.model.path=/nowhere", "trainer.policy.model.path"),
+        ("trainer.policy_mini_batch_size=3", "divisible"),
+        ("trainer.algorithm.advantage_estimator=none", "advantage_estimator"),
+        ("data.train_data=[/nowhere.jsonl]", "data.train_data.*nowhere"),
+        ("isoexec.contract=/nowhere.json", "isoexec.contract"),
+        ("generator.sampling_params.top_p=0.9", "top_p: expected 1.0, found 0.9"),
+        ("generator.sampling_params.top_k=5", "top_k"),
+        ("generator.sampling_params.temperature=0.0", "temperature"),
+        ("trainer.algorithm.temperature=0.7", "trainer.algorithm.temperature"),
+        ("generator.inference_engine.enforce_eager=false", "enforce_eager"),
+        ("trainer.remove_microbatch_padding=false", "remove_microbatch_padding"),
+        ("generator.batched=true", "generator.batched"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(config, override, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(config(override))
+
+
+def test_the_contract_comes_from_the_configuration_alone(config):
+    found = resolve(config())
+    check_environment(found, {})
+    with pytest.raises(ConfigError, match="ISOEXEC_CONTRACT: expected unset"):
+        check_environment(found, {"ISOEXEC_CONTRACT": "some.json"})
