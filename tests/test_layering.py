@@ -9,7 +9,8 @@ import isoexec
 LAYERS = ("contract", "ops", "models", "runtimes", "verify", "train", "cli")
 RANK = {"contract": 0, "ops": 1, "models": 2, "runtimes": 3, "verify": 4, "train": 4, "cli": 4}
 STANDARD = sys.stdlib_module_names
-#: An adapter knows its own framework: a trainer's process does not import the engine's.
+#: An adapter knows its own framework: a trainer's process does not import the engine's. SkyRL drives both: a file of its adapter belongs to
+#: the driver, and knows neither, or to one of them.
 RUNTIMES = ("vllm", "megatron", "skyrl")
 #: Third-party packages that a layer may import; None: any.
 THIRD_PARTY = {"contract": set(), "ops": {"torch", "triton"}, "models": {"torch"}, "runtimes": None, "verify": None, "train": None, "cli": None}
@@ -40,6 +41,7 @@ def violations(package: Path) -> list[str]:
             continue
         is_package = parts[-1] == "__init__"
         module = ".".join(("isoexec", *(parts[:-1] if is_package else parts)))
+        known: set[str] = set()  # frameworks beside its own that the file has imported so far
         for line, name in imported(ast.parse(path.read_text(encoding="utf-8")), module, is_package):
             top, _, rest = name.partition(".")
             other = rest.split(".")[0]
@@ -50,7 +52,9 @@ def violations(package: Path) -> list[str]:
                 wrong = allowed is not None and top not in allowed and top not in STANDARD
             if layer == "runtimes" and parts[1] in RUNTIMES:
                 framework = rest.split(".")[1] if rest.startswith("runtimes.") else top
-                wrong |= framework in RUNTIMES and framework != parts[1]
+                if framework in RUNTIMES and framework != parts[1]:
+                    known.add(framework)
+                    wrong |= parts[1] != "skyrl" or len(known) > 1
             if wrong:
                 found.append(f"{'/'.join(parts)}.py:{line}: {layer} imports {name}")
     return found
@@ -85,4 +89,8 @@ def test_planted_imports_are_found(tmp_path):
         assert found.startswith("runtimes/vllm/a.py:1: runtimes imports ")
     assert planted(tmp_path, "runtimes/vllm/a.py", "import vllm\nfrom isoexec.runtimes.vllm import x\nfrom . import y\n") == []
     planted(tmp_path, "runtimes/vllm/a.py", "")
+    assert planted(tmp_path, "runtimes/skyrl/a.py", "import skyrl\nimport vllm\nfrom isoexec.runtimes import vllm\n") == []
+    [found] = planted(tmp_path, "runtimes/skyrl/a.py", "import megatron.core\nfrom isoexec.runtimes.vllm import x\n")
+    assert found.startswith("runtimes/skyrl/a.py:2: runtimes imports ")
+    planted(tmp_path, "runtimes/skyrl/a.py", "")
     assert planted(tmp_path, "helpers/a.py", "") == [f"a.py: helpers is no layer; expected one of {LAYERS}"]

@@ -223,3 +223,64 @@ def test_the_contract_comes_from_the_configuration_alone(config):
     check_environment(found, {})
     with pytest.raises(ConfigError, match="ISOEXEC_CONTRACT: expected unset"):
         check_environment(found, {"ISOEXEC_CONTRACT": "some.json"})
+
+
+def step_batch(planted: int):
+    """A step's batch of two responses; ``planted`` ulps are added to one of the trainer's logprobs."""
+    rollout = -torch.rand(2, 3)
+    trainer = rollout.clone()
+    trainer.view(torch.int32)[1, 2] += planted
+    return {
+        "sequences": torch.arange(10).view(2, 5),
+        "attention_mask": torch.ones(2, 5),
+        "response_mask": torch.ones(2, 3),
+        "loss_mask": torch.ones(2, 3),
+        "rollout_logprobs": rollout,
+        "action_log_probs": trainer,
+    }
+
+
+@pytest.fixture
+def compared(monkeypatch, tmp_path):
+    """``compared(batch, **section)`` -> metrics of a trainer that computed the batch's logprobs."""
+    from skyrl.train.trainer import RayPPOTrainer
+
+    from isoexec.runtimes.skyrl.config import IsoExecConfig
+    from isoexec.runtimes.skyrl.trainer import Trainer
+
+    monkeypatch.setattr(RayPPOTrainer, "fwd_logprobs_values_reward", lambda self, batch: batch)
+
+    def compare(batch, **section):
+        trainer = Trainer.__new__(Trainer)
+        trainer._own = IsoExecConfig(out=str(tmp_path), **section)
+        trainer.all_metrics, trainer.global_step = {}, 5
+        trainer.inference_engine_client = SimpleNamespace(weight_version=6)
+        assert trainer.fwd_logprobs_values_reward(batch) is batch
+        return trainer.all_metrics
+
+    return compare
+
+
+def test_a_differing_token_stops_the_run(compared, tmp_path):
+    assert compared(step_batch(0))["policy/rollout_train_bit_equal"] == 1.0
+    with pytest.raises(mismatch.RolloutMismatch, match="step 5: 1 of 6 tokens differ.*sequence 1, token 4 .id 9"):
+        compared(step_batch(1))
+    bundle = json.loads((tmp_path / "mismatch-5.json").read_text())
+    assert (bundle["step"], bundle["weight_version"], bundle["sequence"]) == (5, 6, 1)
+
+
+def test_a_differing_token_warns_where_it_is_told_to(compared, tmp_path):
+    metrics = compared(step_batch(1), on_mismatch="warn")
+    assert metrics["policy/rollout_train_bit_equal"] == 5 / 6 and metrics["policy/rollout_train_logprobs_abs_diff_max"] > 0
+    (tmp_path / "mismatch-5.json").unlink()
+    assert compared(step_batch(1), arm="native")["policy/rollout_train_bit_equal"] == 5 / 6
+    assert not (tmp_path / "mismatch-5.json").exists()
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, [0.0, float("nan")]])
+def test_a_reward_that_is_no_number_is_refused(reward):
+    from isoexec.runtimes.skyrl.trainer import RewardError, _check_rewards
+
+    _check_rewards([0.0, 1, [0.5, 0.5]])
+    with pytest.raises(RewardError, match="reward of response 1"):
+        _check_rewards([0.0, reward])

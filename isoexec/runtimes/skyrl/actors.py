@@ -74,8 +74,8 @@ def _delegate_async(name: str):
 
 #: What SkyRL's actor group and dispatch call on a policy worker.
 _METHODS = (
-    "_set_pad_token_id", "backload_to_gpu", "dump_profiler_summary", "empty_cache", "forward", "forward_backward", "get_cuda_memory", "get_lr",
-    "get_master_addr_port", "get_mesh_rank", "get_ray_node_id", "init_model", "init_worker_process_group", "load_checkpoint",
+    "_set_pad_token_id", "backload_to_gpu", "dump_profiler_summary", "empty_cache", "forward", "forward_backward", "get_cuda_memory",
+    "get_lr", "get_master_addr_port", "get_mesh_rank", "get_ray_node_id", "init_model", "init_worker_process_group", "load_checkpoint",
     "offload_to_cpu", "optim_step", "profile_step", "save_checkpoint", "save_hf_model", "save_memory_snapshot", "set_algorithm_config",
     "set_lr", "start_profile", "stop_profile",
 )  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 
+from isoexec.contract import ContractError
 from isoexec.runtimes.skyrl.config import uses_gpus
 
 
@@ -31,6 +32,7 @@ class InferenceClient(RemoteInferenceClient):
             What each process answered, engine by engine.
 
         Raises:
+            ContractError: an engine refused.
             EngineCallFailed: an engine did not do it.
         """
         answers = []
@@ -39,7 +41,10 @@ class InferenceClient(RemoteInferenceClient):
                 _, answer = await self._call_server(url, "/collective_rpc", {"method": method, "kwargs": arguments})
             except Exception as error:
                 raise EngineCallFailed(f"engine {url}: {method}: {error}") from error
-            answers += (answer["body"] or {}).get("results", [])
+            for result in (answer["body"] or {}).get("results", []):
+                if result and "refused" in result:
+                    raise ContractError(f"engine {url}: {result['refused']}")
+                answers.append(result)
         return answers
 
     async def finish_session(self, session_id: str) -> None:

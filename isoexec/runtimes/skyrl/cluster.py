@@ -65,8 +65,8 @@ def start(config: TrainConfig, variables: dict[str, str]) -> None:
     if found < wanted:
         ray.shutdown()
         raise ConfigError(
-            f"placement: expected {wanted} GPUs in the Ray cluster, found {found:g}; use fewer, or (where there are none) start Ray's nodes "
-            "with --num-gpus to count processes"
+            f"placement: expected {wanted} GPUs in the Ray cluster, found {found:g}; use fewer, or (where there are none) start Ray's "
+            "nodes with --num-gpus to count processes"
         )
 
 

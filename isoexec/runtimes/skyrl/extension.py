@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import signal
 import threading
@@ -10,10 +10,23 @@ import time
 
 from skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap import NewInferenceWorkerWrap
 
-from isoexec.contract import active_contract
-from isoexec.runtimes import evidence
+from isoexec.contract import ContractError
+from isoexec.runtimes.handshake import process_identity
 from isoexec.runtimes.skyrl.tensors import read_tensors
 from isoexec.runtimes.vllm.engine import replace_weights
+
+
+def _answering(method):
+    """A refusal travels as ``{"refused": text}``: vLLM would answer with an error that does not say why."""
+
+    @functools.wraps(method)
+    def answer(self, *args, **kwargs) -> dict:
+        try:
+            return method(self, *args, **kwargs)
+        except ContractError as error:
+            return {"refused": str(error)}
+
+    return answer
 
 
 class EngineExtension(NewInferenceWorkerWrap):
@@ -30,11 +43,16 @@ class EngineExtension(NewInferenceWorkerWrap):
 
         threading.Thread(target=watch, name="isoexec-follow-parent", daemon=True).start()
 
+    @_answering
     def isoexec_identity(self) -> dict:
-        """Identity of this process under its contract, or {} without one."""
-        contract = active_contract()
-        return {} if contract is None else json.loads(evidence.identity(contract, "engine").to_json())
+        """``{"identity": JSON text}`` of this process under its contract.
 
+        Raises:
+            ContractError: no contract is active, or the installation or the checkpoint is not the contract's.
+        """
+        return {"identity": process_identity("engine", self.model_config.model).to_json()}
+
+    @_answering
     def isoexec_load_weights(self, path: str) -> dict:
         """Replace every parameter by the tensors of a safetensors file, in place.
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from isoexec.contract import ExecutionContract
+from isoexec.contract import ContractError, ExecutionContract
 from isoexec.contract.build import contract_for_model
 from isoexec.runtimes.compose import composed
-from isoexec.runtimes.skyrl.config import TrainConfig, check_environment, resolve, uses_gpus
+from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, check_environment, resolve, uses_gpus
 
 
 def train(config: TrainConfig | DictConfig | dict) -> Path:
@@ -39,9 +39,15 @@ def train(config: TrainConfig | DictConfig | dict) -> Path:
     contract = _contract(config, out) if config.isoexec.arm == "isoexec" else None
     file = None if contract is None else out / "contract.json"
     experiment = Experiment(config, None if contract is None else contract.digest)
-    cluster.start(config, cluster.actor_environment(config, file))
+    environment = cluster.actor_environment(config, file)
+    cluster.start(config, environment)
     try:
         experiment.run()
+    except ray.exceptions.RayTaskError as error:  # of an actor: the fault itself, without the frames that it travelled through
+        if isinstance(error.cause, ContractError | ConfigError):
+            raise error.cause from None
+        error.add_note(f"what the actors printed: {environment['SKYRL_LOG_FILE']}")
+        raise
     finally:
         experiment.close()
         ray.shutdown()

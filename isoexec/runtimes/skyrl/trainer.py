@@ -51,6 +51,12 @@ class Trainer(RayPPOTrainer):
         self.train_dataloader = PromptStream(self.train_dataset, self.cfg.trainer.train_batch_size, self.cfg.isoexec.seed)
         self.total_training_steps = self.cfg.trainer.max_training_steps
 
+    async def train(self) -> None:
+        try:
+            await super().train()
+        finally:
+            await self.inference_engine_client.teardown()
+
     # --- rewards ----------------------------------------------------------------------------------------------------------------
 
     async def generate(self, input_batch):
@@ -165,8 +171,8 @@ class Trainer(RayPPOTrainer):
         for name, wanted in (("seed", self._own.seed), ("contract", self._contract)):
             if state[name] != wanted:
                 raise ConfigError(
-                    f"checkpoint {str(folder)!r}: {name}: this run has {wanted!r}, the checkpoint {state[name]!r}; resume with the same, or "
-                    "start a new run in another isoexec.out"
+                    f"checkpoint {str(folder)!r}: {name}: this run has {wanted!r}, the checkpoint {state[name]!r}; resume with the same, "
+                    "or start a new run in another isoexec.out"
                 )
         if state["step"] >= self.cfg.trainer.max_training_steps:
             raise ConfigError(

@@ -5,7 +5,6 @@ On the CPU a safetensors file in shared memory passes them; with GPUs SkyRL's IP
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -13,10 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from loguru import logger
 from skyrl.backends.skyrl_train.weight_sync import WeightChunk, WeightExtractor
 
-from isoexec.contract import Identity, handshake
-from isoexec.runtimes import evidence
+from isoexec.runtimes.handshake import handshake, process_identity
 from isoexec.runtimes.megatron.hf_files import HFFiles
 from isoexec.runtimes.skyrl.config import SYNC_VARIABLE, uses_gpus
 from isoexec.runtimes.skyrl.tensors import write_tensors
@@ -45,21 +44,31 @@ class Sync:
 
     async def run(self, client, engine_config) -> None:
         """Handshake, transfer, flush."""
-        if dist.get_rank() == 0:
-            await self._handshake(client)
-        dist.barrier()
-        await self._transfer(client, engine_config)
-        if dist.get_rank() == 0:  # what the caches hold was computed by the old weights
-            await client.reset_prefix_cache(reset_running_requests=True)
-        dist.barrier()
+        try:
+            await self._shake_hands(client)
+            await self._transfer(client, engine_config)
+            if dist.get_rank() == 0:  # what the caches hold was computed by the old weights
+                await client.reset_prefix_cache(reset_running_requests=True)
+            dist.barrier()
+        finally:
+            await client.teardown()  # a client reaches a worker anew for each sync
 
-    async def _handshake(self, client) -> None:
-        contract = self.worker.contract
-        if contract is None:
+    async def _shake_hands(self, client) -> None:
+        """Refuse to go on where a policy rank or an engine process is not the program that the contract names.
+
+        Raises:
+            ContractError: names the first entry that differs, both values and what to do.
+        """
+        if self.worker.contract is None:
             return
-        ours = evidence.identity(contract, "trainer")
-        for found in await client.call("isoexec_identity"):
-            handshake(ours, Identity.from_json(json.dumps(found)))
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, process_identity("trainer", self.worker.folder).to_json())
+        if dist.get_rank() != 0:
+            return
+        identities = {f"trainer {rank}": text for rank, text in enumerate(ranks)}
+        identities |= {f"engine {n}": found["identity"] for n, found in enumerate(await client.call("isoexec_identity"))}
+        for difference in handshake(self.worker.contract, identities):
+            logger.info(f"the processes differ in what moves no bit: {difference}")
 
     async def _transfer(self, client, engine_config) -> None:
         raise NotImplementedError
@@ -74,7 +83,7 @@ class SharedMemorySync(Sync):
             return
         with tempfile.TemporaryDirectory(prefix="isoexec-", dir=os.environ.get(SYNC_VARIABLE)) as folder:
             path = Path(folder) / "model.safetensors"
-            write_tensors(path, HFFiles(self.worker._folder).in_stored_form(tensors))
+            write_tensors(path, HFFiles(self.worker.folder).in_stored_form(tensors))
             await client.call("isoexec_load_weights", path=str(path))
 
 

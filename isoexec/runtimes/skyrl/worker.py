@@ -67,7 +67,7 @@ class PolicyWorker(MegatronPolicyWorkerBase):
     def init_configs(self, model_path, megatron_config, model_config_kwargs, transformer_config_kwargs, **unused) -> None:
         """Read the checkpoint's configuration; everything that decides bits comes from it and from the contract."""
         self.hf_config = AutoConfig.from_pretrained(model_path)
-        self._folder = Path(model_path)
+        self.folder = Path(model_path)
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         recomputation = self._recomputation(get_config_as_dict(transformer_config_kwargs))
         self.provider = models.transformer_config(
@@ -86,8 +86,8 @@ class PolicyWorker(MegatronPolicyWorkerBase):
         other = sorted(set(wanted) - {*_RECOMPUTATION, *_IGNORED})
         if other:
             raise ContractError(
-                f"trainer.policy.megatron_config.transformer_config_kwargs: expected {', '.join(_RECOMPUTATION)}, found {', '.join(other)}; "
-                "the model is built from its checkpoint's configuration"
+                f"trainer.policy.megatron_config.transformer_config_kwargs: expected {', '.join(_RECOMPUTATION)}, found "
+                f"{', '.join(other)}; the model is built from its checkpoint's configuration"
             )
         return {name: wanted[name] for name in _RECOMPUTATION if self.cfg.gradient_checkpointing and wanted.get(name) is not None}
 
@@ -96,7 +96,7 @@ class PolicyWorker(MegatronPolicyWorkerBase):
         float16 = models.build_model(
             self.hf_config, self.provider, self._groups, torch.device(device_type()), padded=not self.cfg.remove_microbatch_padding
         )
-        models.load(float16.module, self.hf_config, self._folder, self._groups)
+        models.load(float16.module, self.hf_config, self.folder, self._groups)
         if not wrap_with_ddp:
             return [float16]
         settings = {"use_distributed_optimizer": True} | ({} if ddp_config is None else get_config_as_dict(ddp_config))
@@ -194,8 +194,8 @@ class PolicyWorker(MegatronPolicyWorkerBase):
         tensors = self.hf_tensors()
         if self._rank == 0:
             names = shutil.ignore_patterns("*.safetensors*", "*.bin", "*.pt", "*.pth", "*.py")
-            shutil.copytree(self._folder, export_dir, ignore=names, dirs_exist_ok=True)
-            save_hf(HFFiles(self._folder).in_stored_form(tensors), export_dir)
+            shutil.copytree(self.folder, export_dir, ignore=names, dirs_exist_ok=True)
+            save_hf(HFFiles(self.folder).in_stored_form(tensors), export_dir)
         dist.barrier()
 
 
