@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
@@ -81,9 +82,9 @@ def test_one_ulp_in_one_weight_shows(trainer, sequences, alone):
 
 
 def test_close_to_transformers_in_fp32(trainer, sequences, folder, alone):
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # Where vLLM was imported before, it has registered configuration classes of its own, which transformers cannot build a model from.
+    config = getattr(transformers, type(trainer.hf_config).__name__).from_pretrained(folder)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
     differences = []
     for (prompt, generated), score in zip(sequences, alone, strict=True):
         with torch.no_grad():

@@ -77,6 +77,19 @@ def test_what_the_user_sees(finished, document):
     }  # fmt: skip
 
 
+def test_the_self_test_ends_with_1(tmp_path):
+    """`--plant-ulp`: the trainer's weights are off by one ulp, so the run must not pass."""
+    from isoexec.verify.checkpoint import make_checkpoint
+
+    model = make_checkpoint(tmp_path / "Qwen3ForCausalLM", num_hidden_layers=2)
+    command = [sys.executable, "-m", "isoexec.cli", "verify", "--model", str(model), "--plant-ulp", "--prompts", "16", "--tokens", "8"]
+    result = subprocess.run([*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 1, result.stdout[-4000:] + result.stderr[-4000:]
+    assert "DIFFERENT" in result.stdout and "planted: one ulp" in result.stdout + result.stderr
+    [run] = json.loads((tmp_path / "out" / "verify.json").read_text())["runs"]
+    assert run["arm"] == "isoexec" and run["bit_equal"] < 0.5 and run["max_abs"] > 0
+
+
 def test_bad_input_is_one_line(tmp_path):
     for folder, text in ((tmp_path / "absent", "no such folder"), (tmp_path, "config.json is missing")):
         command = [sys.executable, "-m", "isoexec.cli", "verify", "--model", str(folder), "--out", str(tmp_path / "out")]
