@@ -10,11 +10,10 @@ import functools
 
 import torch
 
-from isoexec.contract import ContractError
 from isoexec.ops.collective.reference import all_gather, group_size, own_rows, sum_over_ranks
 from isoexec.ops.matmul import deep_gemm
 from isoexec.ops.matmul import triton as portable
-from isoexec.ops.matmul.reference import _same_k
+from isoexec.ops.matmul.checks import check_k, check_leaves
 
 @functools.lru_cache(maxsize=None)
 def uses_deep_gemm(device: torch.device) -> bool:
@@ -67,22 +66,17 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x, weight, bias=None):
-    _same_k("matmul.linear", x, weight)
+    check_k("matmul.linear", x, weight)
     return _Linear.apply(x, weight, bias, 1, None, x.dtype)
 
 
 def lm_head(x, weight):
-    _same_k("matmul.lm_head", x, weight)
+    check_k("matmul.lm_head", x, weight)
     return _Linear.apply(x, weight, None, 1, None, torch.float32)
 
 
 def row_parallel_linear(x, weight, *, leaves, tp=None, bias=None):
-    _same_k("matmul.row_parallel_linear", x, weight)
+    check_k("matmul.row_parallel_linear", x, weight)
     ranks = group_size(tp)
-    K = x.shape[-1] * ranks
-    if leaves < 1 or leaves & (leaves - 1) or leaves % ranks or K % (leaves if leaves == 1 else 16 * leaves):
-        raise ContractError(
-            f"matmul.row_parallel_linear: K = {K}, {leaves} leaves, {ranks} tensor-parallel ranks; expected a power of two of leaves that the "
-            "degree divides, and K a multiple of 16 * leaves: build a contract whose numerics.row_leaves fits"
-        )
+    check_leaves(x.shape[-1] * ranks, leaves, ranks)
     return _Linear.apply(x, weight, bias, leaves, tp if ranks > 1 else None, x.dtype)

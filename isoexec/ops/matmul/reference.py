@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from isoexec.contract import ContractError
 from isoexec.ops._core.rowsum import tree_sum
 from isoexec.ops.collective.reference import all_gather, group_size, own_rows, sum_over_ranks
+from isoexec.ops.matmul.checks import check_k, check_leaves
 
 ROWS, COLUMNS = 32, 64
 # Weights become fp32 a panel at a time: the copy stays in cache, and a vocabulary head does not double in memory.
@@ -76,33 +77,18 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _same_k(op: str, x, weight) -> None:
-    if x.shape[-1] != weight.shape[-1]:
-        raise ContractError(f"{op}: x has K = {x.shape[-1]}, weight has K = {weight.shape[-1]}; pass matching shards of K")
-
-
 def linear(x, weight, bias=None):
-    _same_k("matmul.linear", x, weight)
+    check_k("matmul.linear", x, weight)
     return _Linear.apply(x, weight, bias, 1, None, x.dtype)
 
 
 def lm_head(x, weight):
-    _same_k("matmul.lm_head", x, weight)
+    check_k("matmul.lm_head", x, weight)
     return _Linear.apply(x, weight, None, 1, None, torch.float32)
 
 
 def row_parallel_linear(x, weight, *, leaves, tp=None, bias=None):
-    _same_k("matmul.row_parallel_linear", x, weight)
+    check_k("matmul.row_parallel_linear", x, weight)
     ranks = group_size(tp)
-    K = x.shape[-1] * ranks
-    if leaves < 1 or leaves & (leaves - 1) or leaves % ranks:
-        raise ContractError(
-            f"matmul.row_parallel_linear: {leaves} leaves for {ranks} tensor-parallel ranks; expected a power of two that the degree "
-            "divides: lower the degree, or build a contract with a larger numerics.row_leaves"
-        )
-    if K % (leaves if leaves == 1 else 16 * leaves):
-        raise ContractError(
-            f"matmul.row_parallel_linear: K = {K} is not a multiple of 16 * G = {16 * leaves}; "
-            "build a contract whose numerics.row_leaves fits the model"
-        )
+    check_leaves(x.shape[-1] * ranks, leaves, ranks)
     return _Linear.apply(x, weight, bias, leaves // ranks, tp, x.dtype)
