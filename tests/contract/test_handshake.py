@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, Identity, Numerics
+from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, Numerics
 from isoexec.contract.canonical import bits32
 from isoexec.contract.manifest import Manifest
 from isoexec.ops._core.bits import nudge

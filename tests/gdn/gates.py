@@ -14,7 +14,7 @@ import torch
 
 from isoexec.ops import gdn
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
-from isoexec.ops.gdn import launch, triton_core
+from isoexec.ops.gdn import launch
 from tests.gdn.cases import (F32, Engine, assert_same_state, dirty_pool, inputs, one_shot, recurrence, relative,
                              select)  # fmt: skip
 

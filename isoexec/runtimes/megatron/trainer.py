@@ -16,7 +16,6 @@ import torch
 from megatron.core.device import device_type
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import is_checkpointing
-from megatron.core.transformer.module import Float16Module
 from transformers import AutoConfig
 
 from isoexec.contract import active_contract

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from isoexec.contract import Numerics, active_contract
 from isoexec.contract.build import read_config
 from isoexec.runtimes.vllm import cache_size, rows
