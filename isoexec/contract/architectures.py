@@ -59,7 +59,7 @@ _ENDS = (
         optional=("logprob.log_softmax",),
         recomputed=False,
     ),
-    Region("sampling", (), ("sampling.draw",), ("sampling.draw",)),
+    Region("sampling", (), ("sampling.draw",), ("sampling.draw",), optional=("sampling.split_greedy", "sampling.first_maximum")),
 )
 
 _LAYERS = (

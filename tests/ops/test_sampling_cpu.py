@@ -48,3 +48,16 @@ def test_one_row_of_noise_per_call():
 def test_a_row_without_generator_takes_the_most_likely():
     logprobs = torch.tensor([[-3.0, -1.0, -1.0], [-1.0, -5.0, -2.0]])
     assert sampling.draw(logprobs, [None, None]).tolist() == [1, 0]
+
+
+def test_greedy_rows():
+    temperature = torch.tensor([0.0, 1e-6, 1e-5, 0.01, 1.0])
+    greedy, divisor = sampling.split_greedy(temperature)
+    assert greedy.tolist() == [True, True, False, False, False]
+    assert divisor.view(torch.int32).tolist() == torch.tensor([1.0, 1.0, 1e-5, 0.01, 1.0]).view(torch.int32).tolist()
+
+
+def test_the_first_of_equal_maxima():
+    logits = torch.full((3, 1001), -1.0)
+    logits[0, [7, 1000]] = logits[1, [999, 3, 500]] = 2.0
+    assert sampling.first_maximum(logits).tolist() == [7, 3, 0]

@@ -21,3 +21,31 @@ def draw(logprobs, generators):
     Returns:
         [T] int64.
     """
+
+
+@op(
+    "sampling.split_greedy",
+    cpu=".reference:split_greedy",
+    hazards=("logits over a temperature of 0 are NaN or infinite, and NaN is what a row of a mixed batch would then draw from",),
+)
+def split_greedy(temperature):
+    """Which rows are greedy, and a temperature that all rows can be divided by.
+
+    Args:
+        temperature: [T] fp32; a row below 1e-5 is greedy.
+
+    Returns:
+        (greedy [T] bool, temperature [T] fp32, 1 where greedy).
+    """
+
+
+@op("sampling.first_maximum", cpu=".reference:first_maximum")
+def first_maximum(logits):
+    """Lowest id among the largest logits of each row: what greedy sampling takes.
+
+    Args:
+        logits: [T, V] fp32.
+
+    Returns:
+        [T] int64.
+    """

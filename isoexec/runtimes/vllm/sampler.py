@@ -12,8 +12,6 @@ from isoexec.contract import ContractError, ExecutionContract
 from isoexec.ops import logprob, sampling
 from isoexec.runtimes.vllm import step
 
-_GREEDY_BELOW = 1e-5  # vLLM's own threshold; SamplingParams raises anything in (0, 0.01) to 0.01
-
 
 def sample(contract: ExecutionContract, logits, metadata):
     """Sample one token per row.
@@ -32,15 +30,24 @@ def sample(contract: ExecutionContract, logits, metadata):
     if logits.dtype != torch.float32:
         raise ContractError(f"logprob.log_softmax: logits: expected torch.float32, found {logits.dtype}; something rounded them on the way")
     rows, vocab_size = logits.shape
-    temperature = metadata.temperature
-    if temperature is None:  # every row is greedy
-        temperature = torch.zeros(rows, dtype=torch.float32, device=logits.device)
-    greedy = temperature < _GREEDY_BELOW
     with step.executing():
-        scaled = logprob.scale_by_temperature(logits, torch.where(greedy, torch.ones_like(temperature), temperature))
+        greedy, temperature = _temperatures(metadata, logits)
+        scaled = logprob.scale_by_temperature(logits, temperature)
         logprobs = logprob.log_softmax(scaled, vocab_size=vocab_size, vocab_block=contract.numerics.vocab_block)
         drawn = sampling.draw(logprobs, [metadata.generators.get(row) for row in range(rows)])
-    return torch.where(greedy, logits.argmax(-1), drawn), logprobs
+        if greedy is not None:
+            drawn = torch.where(greedy, sampling.first_maximum(logits), drawn)
+    return drawn, logprobs
+
+
+def _temperatures(metadata, logits):
+    """(greedy [T] bool or None where no row is, temperature [T] fp32, more than 0)."""
+    if metadata.all_random:
+        return None, metadata.temperature
+    temperature = metadata.temperature
+    if temperature is None:  # every row is greedy
+        temperature = torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device)
+    return sampling.split_greedy(temperature)
 
 
 def raw_logprobs(contract: ExecutionContract, logits):
