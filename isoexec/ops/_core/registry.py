@@ -23,6 +23,7 @@ from isoexec.contract import CASES, ContractError
 _case: contextvars.ContextVar[str | None] = contextvars.ContextVar("isoexec_case", default=None)
 _layer: contextvars.ContextVar[int | None] = contextvars.ContextVar("isoexec_layer", default=None)
 _inside: contextvars.ContextVar[str | None] = contextvars.ContextVar("isoexec_op", default=None)
+_beyond: contextvars.ContextVar[bool] = contextvars.ContextVar("isoexec_beyond_logprob", default=False)
 _served: Counter[tuple[str, str | None, str]] = Counter()
 _declared: dict[str, OpDeclaration] = {}
 
@@ -117,6 +118,17 @@ def in_layer(index: int):
         _layer.reset(token)
 
 
+@contextlib.contextmanager
+def beyond_logprob():
+    """What is computed inside the block reaches no logprob: a loss, a statistic. Moves no bit; the audit takes it at its word and reports
+    an op on the path that reads such a value."""
+    token = _beyond.set(True)
+    try:
+        yield
+    finally:
+        _beyond.reset(token)
+
+
 def current_op() -> str | None:
     """Name of the op that this thread is inside of, or None."""
     return _inside.get()
@@ -130,6 +142,11 @@ def current_case() -> str | None:
 def current_layer() -> int | None:
     """Decoder layer that this thread executes, or None."""
     return _layer.get()
+
+
+def is_beyond_logprob() -> bool:
+    """Whether this thread computes what reaches no logprob."""
+    return _beyond.get()
 
 
 def served() -> dict[tuple[str, str | None, str], int]:

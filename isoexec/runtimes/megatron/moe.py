@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from isoexec.models.qwen3_5_moe import SharedExpert
 from isoexec.models.qwen3_moe import SparseMLP
 from isoexec.ops import moe
+from isoexec.ops._core import registry
 from isoexec.runtimes.megatron.layers import mlp_submodules
 
 Tensor = torch.Tensor
@@ -37,12 +38,13 @@ class RouterWeight(TopKRouter):
         counts = moe.tokens_per_expert(experts, num_experts=self.num_experts)
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts, group=self.tp_cp_group)  # integers: any order
-        loss = moe.load_balancing_loss(
-            logits, counts, total_tokens=len(logits) * self.tp_cp_group.size(), top_k=self.topk, coefficient=coefficient
-        )
-        return self.attach_and_log_load_balancing_loss(
-            weights, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=len(logits)
-        )
+        with registry.beyond_logprob():
+            loss = moe.load_balancing_loss(
+                logits, counts, total_tokens=len(logits) * self.tp_cp_group.size(), top_k=self.topk, coefficient=coefficient
+            )
+            return self.attach_and_log_load_balancing_loss(
+                weights, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=len(logits)
+            )
 
 
 class ExpertWeights(SequentialMLP):

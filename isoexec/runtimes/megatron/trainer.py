@@ -85,7 +85,7 @@ class PolicyTrainer:
         self._files = HFFiles(folder)
         models.load(self.gpt, self.hf_config, folder, groups)
         self.ddp, self.optimizer = models.wrap(float16, self.config, groups, lr)
-        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.grad_scale_func = self._scaled
         self._recompute = recompute
         self._scorer = scorer(self.contract, self.hf_config.get_text_config().vocab_size, groups.tp, sequence_parallel)
         self._multiple_of = groups.tp.size() if sequence_parallel else 1
@@ -186,6 +186,11 @@ class PolicyTrainer:
                 forward_only=not backward,
             )
 
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, or with experts the factor of the router's loss, as the optimizer scales it."""
+        with registry.beyond_logprob():
+            return self.optimizer.scale_loss(loss)
+
     def _logits(self, model, batch: MicroBatch) -> torch.Tensor:
         return model(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed)
 
@@ -194,7 +199,9 @@ class PolicyTrainer:
 
         def report(logits):
             logprobs, digests = self._digested(logits, batch, temperature, with_rows)
-            return logprobs.sum(), (logprobs.detach(), digests)
+            with registry.beyond_logprob():
+                loss = logprobs.sum()
+            return loss, (logprobs.detach(), digests)
 
         return self._logits(model, batch), report
 
@@ -208,8 +215,9 @@ class PolicyTrainer:
 
         def loss_of(logits):
             logprobs, _ = self._scorer(logits, batch, temperature, False)
-            loss = -(weight * logprobs).sum()
-            return loss, loss.item()
+            with registry.beyond_logprob():
+                loss = -(weight * logprobs).sum()
+                return loss, loss.item()
 
         return self._logits(model, batch), loss_of
 
