@@ -49,7 +49,7 @@ def test_layouts_give_one_digest(monkeypatch):
     stacked = torch.cat([weight(), w, weight()])
     assert tensor_digest(stacked[24:48]) == whole
     for chunk in (1, 7, 64):
-        monkeypatch.setattr(digest, "_CHUNK", chunk)
+        monkeypatch.setattr(digest, "_CHUNK", {"cpu": chunk})
         assert tensor_digest(w) == whole
 
 

@@ -13,7 +13,8 @@ import torch
 from isoexec.contract import ContractError
 from isoexec.contract.manifest import TensorDigest
 
-_CHUNK = 1 << 20  # elements at a time: 8 MiB words, so that temporaries stay in cache on the CPU and are small on a GPU
+#: Elements at a time, by device type: words of 8 bytes that stay in a CPU's cache; on a GPU few launches, and temporaries of 128 MiB.
+_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))  # the multipliers as signed 64-bit integers
 _LAST_SHIFT = 31
@@ -52,7 +53,7 @@ def tensor_digest(part: torch.Tensor, shape=None, offsets=None) -> TensorDigest:
         for d in range(len(shape) - 2, -1, -1):
             strides[d] = strides[d + 1] * shape[d + 1]
         first = sum(o * s for o, s in zip(offsets, strides))
-        total = _sum(part.detach(), strides, first) % (1 << 64)
+        total = int(_sum(part.detach(), strides, first)) % (1 << 64)
     return TensorDigest(shape, dtype, total, part.numel())
 
 
@@ -61,12 +62,14 @@ def tensors_digest(tensors) -> dict[str, TensorDigest]:
     return {name: tensor_digest(tensor) for name, tensor in (tensors.items() if hasattr(tensors, "items") else tensors)}
 
 
-def _sum(part: torch.Tensor, strides: list[int], first: int) -> int:
-    """Sum of the mixed words of ``part``, as a Python integer; recursion over the leading dimension bounds the temporaries."""
-    if part.numel() > _CHUNK and part.dim() and part.shape[0] > 1:
-        rows = max(1, _CHUNK // (part.numel() // part.shape[0]))
-        return sum(_sum(piece, strides, first + i * rows * strides[0]) for i, piece in enumerate(part.split(rows)))
-    if part.numel() > _CHUNK:  # one row that is longer than a chunk
+def _sum(part: torch.Tensor, strides: list[int], first: int) -> torch.Tensor:
+    """Sum of the mixed words of ``part``, an int64 scalar on its device; recursion over the leading dimension bounds the temporaries."""
+    chunk = _CHUNK[part.device.type]
+    if part.numel() > chunk and part.dim() and part.shape[0] > 1:
+        rows = max(1, chunk // (part.numel() // part.shape[0]))
+        sums = [_sum(piece, strides, first + i * rows * strides[0]) for i, piece in enumerate(part.split(rows))]
+        return torch.stack(sums).sum()  # wraps, as unsigned words would
+    if part.numel() > chunk:  # one row that is longer than a chunk
         return _sum(part[0], strides[1:], first)
     index = torch.full((), first, dtype=torch.int64, device=part.device)
     for d, (length, stride) in enumerate(zip(part.shape, strides)):
@@ -82,12 +85,12 @@ def _sum(part: torch.Tensor, strides: list[int], first: int) -> int:
     return _mixed(index, part.view(_INTEGERS[size]), 8 * size)
 
 
-def _mixed(index: torch.Tensor, integers: torch.Tensor, width: int) -> int:
+def _mixed(index: torch.Tensor, integers: torch.Tensor, width: int) -> torch.Tensor:
     word = (index << width).add_(integers.to(torch.int64).bitwise_and_((1 << width) - 1)).add_(_SALT)  # wraps, as unsigned words would
     for shift, factor in _ROUNDS:
         word.bitwise_xor_(_unsigned_shift(word, shift)).mul_(factor)
     word.bitwise_xor_(_unsigned_shift(word, _LAST_SHIFT))
-    return int(word.sum())
+    return word.sum()
 
 
 def _unsigned_shift(word: torch.Tensor, shift: int) -> torch.Tensor:
