@@ -21,6 +21,7 @@ from isoexec.contract import (
     differences,
     model_digest,
     read_config,
+    sha256_hex,
 )
 from isoexec.contract.canonical import LARGEST_TEXT, parse_json
 from isoexec.contract.identity import PARTS, advice
@@ -86,6 +87,7 @@ def _add_contract(contract) -> None:
     check.add_argument("--model", metavar="FOLDER", help="also check that the contract is this checkpoint's")
     status = contract.add_parser("status", help="what a process started here would run, as evidence")
     status.add_argument("file", type=Path, nargs="?", help=f"contract (default: that of {CONTRACT_VARIABLE})")
+    status.add_argument("--live", action="store_true", help="of all processes under a contract on this machine, and whether they agree")
     for name, run in (
         ("build", _contract_build),
         ("show", _contract_show),
@@ -203,6 +205,8 @@ def _contract_check(options) -> int:
 
 
 def _contract_status(options) -> int:
+    if options.live:
+        return _live_status(options)
     contract = _read_contract(options.file) if options.file else active_contract()
     if contract is None:
         raise ContractError(f"{CONTRACT_VARIABLE} is not set and no file is named: a process started here runs upstream's kernels")
@@ -217,6 +221,36 @@ def _contract_status(options) -> int:
     rows += [(f"ops.{op}", f"{entry['implementation']} {entry['sources'][:16]}") for op, entry in found.numerical_policy["ops"].items()]
     _print_rows([("contract", contract.digest), *rows, *found.digests.items()])
     return 0
+
+
+def _live_status(options) -> int:
+    """Exit status 1 if two processes under the same contract differ in what can move a bit."""
+    from isoexec.runtimes import live
+
+    found = live.processes()
+    groups: dict[str, list] = {}
+    for process in found:
+        groups.setdefault(sha256_hex(process.identity.numerical_policy.get("contract")), []).append(process)
+    refused = [
+        f"process {first.pid} and process {other.pid}: {d}; {advice(d.path)}"
+        for first, *others in groups.values()
+        for other in others
+        for part in PARTS[:2]
+        for d in differences(getattr(first.identity, part), getattr(other.identity, part), part)
+    ]
+    if options.json:
+        listed = [{"pid": p.pid, "seconds": round(p.age), "identity": p.identity.__dict__} for p in found]
+        _print_json({"processes": listed, "refused": refused})
+        return 1 if refused else 0
+    rows = [("process", "role", "since", "architecture", "contract", "numerical_policy")]
+    for name, group in groups.items():
+        for p in group:
+            architecture, policy = p.identity.semantic.get("architecture"), p.identity.digests["numerical_policy"]
+            rows.append((str(p.pid), p.identity.role, f"{p.age:.0f} s", str(architecture), name[:12], policy[:12]))
+    _print_rows(rows)
+    for line in refused:
+        print(f"DIFFERENT: {line}")
+    return 1 if refused else 0
 
 
 def _read_contract(file: Path) -> ExecutionContract:

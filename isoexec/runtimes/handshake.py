@@ -15,6 +15,7 @@ from isoexec.contract import (
     ExecutionContract,
     Identity,
     active_contract,
+    check_served,
     differences,
     model_digest,
     read_config,
@@ -22,6 +23,7 @@ from isoexec.contract import (
 from isoexec.contract.identity import handshake as compare
 from isoexec.contract.identity import refusal
 from isoexec.contract.manifest import Manifest, check_dtypes, check_synced
+from isoexec.ops._core import registry
 from isoexec.runtimes import evidence
 
 
@@ -41,6 +43,30 @@ def process_identity(role: str, model, settings: Mapping[str, str] | None = None
     if contract is None:
         raise ContractError(f"{CONTRACT_VARIABLE}: not set: the {role} runs upstream's kernels; set it in every process")
     return evidence.identity(contract, role, model=model_digest(read_config(model)), settings=settings)
+
+
+def check_process_served(*, whole: bool = True) -> dict[str, int]:
+    """Refuse this process if, since it started, an op of its contract's model ran undeclared, did not run, or ran other code.
+
+    For a process that holds one model for its life. Call it between steps: a case that has begun must have called all its ops.
+
+    Args:
+        whole: whether the process holds the whole model, or a pipeline stage.
+
+    Returns:
+        Calls by case.
+
+    Raises:
+        ContractError: names the op, the case, what was expected, what was found and what to do.
+    """
+    served = registry.served()
+    contract = active_contract()
+    if contract is not None:
+        check_served(contract, served, whole=whole)
+    calls: dict[str, int] = {}
+    for (_, case, _), count in served.items():
+        calls[str(case)] = calls.get(str(case), 0) + count
+    return calls
 
 
 def handshake(contract: ExecutionContract, identities: Mapping[str, Identity | str]) -> list[Difference]:

@@ -3,17 +3,20 @@
 import dataclasses
 import functools
 import json
+from collections import Counter
 
 import pytest
 import torch
 
 from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, Numerics
+from isoexec.contract.architectures import regions
 from isoexec.contract.canonical import bits32
 from isoexec.contract.manifest import Manifest
+from isoexec.ops._core import registry
 from isoexec.ops._core.bits import nudge
 from isoexec.ops._core.digest import tensors_digest
 from isoexec.runtimes import compose, evidence
-from isoexec.runtimes.handshake import check_weights, handshake, process_identity
+from isoexec.runtimes.handshake import check_process_served, check_weights, handshake, process_identity
 
 CONTRACT = compose.composed(ExecutionContract("Qwen3_5ForCausalLM", "cpu"))
 PLAIN = ExecutionContract("Qwen3_5ForCausalLM", "cpu")
@@ -108,3 +111,39 @@ def test_weights_that_nobody_digested_are_refused():
     partial = {name: dict(entry, elements=1) for name, entry in manifest().data().items()}
     with pytest.raises(ContractError, match="digested 1 of 4 elements"):
         check_weights(PLAIN, {"trainer": partial, "engine": partial})
+
+
+@pytest.fixture
+def served(monkeypatch, tmp_path):
+    """Counters of a process that has prefilled under CONTRACT: (op, case, implementation) -> calls, to be changed."""
+    file = tmp_path / "contract.json"
+    file.write_text(CONTRACT.to_json())
+    monkeypatch.setenv(CONTRACT_VARIABLE, str(file))
+    targets = {op: target for entry in CONTRACT.composition for op, target in entry.implementations if "engine_prefill" in entry.cases}
+    called = {op for region in regions(CONTRACT.architecture, "cpr_wy") for op in region.must_serve("engine_prefill")}
+    counters = Counter({(op, "engine_prefill", targets[op]): 2 for op in called})
+    monkeypatch.setattr(registry, "_served", counters)
+    return counters
+
+
+def test_a_process_that_ran_what_it_declares(served):
+    assert check_process_served() == {"engine_prefill": 2 * len(served)}
+
+
+def test_an_op_that_something_else_computed(served):
+    del served["attention.paged", "engine_prefill", "isoexec.ops.attention.reference:paged"]
+    with pytest.raises(ContractError, match="op attention.paged, case engine_prefill: declared for region attention, and never called"):
+        check_process_served()
+    assert check_process_served(whole=False)  # a stage need not hold every layer
+
+
+def test_an_op_that_nobody_declared(served):
+    served["moe.route", "engine_prefill", "isoexec.ops.moe.reference:route"] = 1
+    with pytest.raises(ContractError, match="op moe.route, case engine_prefill: called, and not declared for Qwen3_5ForCausalLM"):
+        check_process_served()
+
+
+def test_an_op_that_other_code_served(served):
+    served["matmul.linear", "engine_prefill", "elsewhere:linear"] = 1
+    with pytest.raises(ContractError, match="op matmul.linear, case engine_prefill: the contract names .*, elsewhere:linear served it"):
+        check_process_served()

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from isoexec.contract import ContractError
+from isoexec.contract.manifest import Manifest, differing
 from isoexec.ops._core import registry
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops._core.digest import tensors_digest
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,32 @@ def test_one_ulp_in_one_weight_shows(trainer, sequences, alone):
         weight.copy_(kept)
     assert not any(a.row_digests == b.row_digests for a, b in zip(found, alone))
     assert_same(trainer.logprobs(sequences, temperature=0.7, with_rows=True), alone)
+
+
+def test_the_weight_manifest_is_the_checkpoints(trainer, model_folder):
+    from safetensors.torch import load_file
+
+    stored = Manifest(tensors_digest(load_file(f"{model_folder}/model.safetensors")))
+    assert differing(stored, trainer.weight_manifest()) == []
+    weight = trainer.gpt.decoder.layers[2].self_attention.linear_qkv.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(nudge(kept, index=kept.numel() - 1))  # of a fused parameter, the last row is the last group's value
+    assert differing(stored, trainer.weight_manifest()) == ["model.layers.2.self_attn.v_proj.weight"]
+    with torch.no_grad():
+        weight.copy_(kept)
+    trainer.gpt.register_buffer("expert_bias", torch.zeros(4))
+    try:
+        with pytest.raises(ContractError, match="weights: expert_bias of the trainer have no HF name"):
+            trainer.weight_manifest()
+    finally:
+        del trainer.gpt.expert_bias
+
+
+def test_the_identity_is_of_this_process(trainer):
+    identity = trainer.identity()
+    assert identity.role == "trainer" and identity.numerical_policy["packages"]["megatron-core"].startswith("0.18.2 ")
+    assert identity.semantic["model"] == trainer.contract.model
 
 
 def test_every_op_is_attributed(trainer, sequences):

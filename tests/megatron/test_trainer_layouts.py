@@ -12,7 +12,7 @@ import torch
 from ranks import on_ranks
 from safetensors.torch import load_file
 
-from isoexec.contract import CONTRACT_VARIABLE, Claims, ExecutionContract
+from isoexec.contract import CONTRACT_VARIABLE, Claims, ContractError, ExecutionContract
 from isoexec.ops._core.bits import as_bits, assert_bit_equal
 from isoexec.runtimes.megatron import trainer as runtime
 
@@ -29,7 +29,8 @@ def score_and_step(contract: str | None, model: str, sequences: list, layout: di
         return [(as_bits(s.logprobs).tolist(), s.row_digests) for s in scores]
 
     trainer.export_hf(export)
-    found = {"score": score(), "forward": score(grad=True), "recompute": score(recompute=True)}
+    manifest = trainer.weight_manifest().data() if contract else None
+    found = {"manifest": manifest, "score": score(), "forward": score(grad=True), "recompute": score(recompute=True)}
     found |= trainer.train_step(sequences, None, 0.7, packing=PACK)
     found["gradients"] = {name: gradient.numpy() for name, gradient in trainer.gradients().items()}
     trainer.close()
@@ -76,6 +77,7 @@ def test_layouts_have_the_bits_of_one_process(contract, model_folder, sequences,
         assert ranks[0]["score"] == [], "a stage before the last has no logits"
         ranks = ranks[1:]
     for found in ranks:
+        assert found["manifest"] == one_process["manifest"], "the same weights have one manifest, in any layout and on every rank"
         assert_scores(found, one_process)
         assert found["loss"] == pytest.approx(one_process["loss"], rel=1e-6)
         assert found["grad_norm"] == pytest.approx(one_process["grad_norm"], rel=2e-3)
@@ -93,6 +95,30 @@ def test_a_tied_model_in_parallel(contract, tied_folder, sequences, tmp_path, la
     found = on_ranks(2, score_and_step, contract, tied_folder, sequences, LAYOUTS[layout], str(tmp_path / "two"))[-1]
     assert_scores(found, one)
     assert_gradients_close(found["gradients"], one["gradients"])
+    assert found["manifest"] == one["manifest"] and "lm_head.weight" not in one["manifest"]
+
+
+def drift(contract: str, model: str, layout: dict) -> str:
+    """What the manifest says when a tensor that every rank holds whole has moved on one of them."""
+    from isoexec.ops._core.bits import nudge
+
+    os.environ[CONTRACT_VARIABLE] = contract
+    trainer = runtime.PolicyTrainer(model, **layout)
+    if torch.distributed.get_rank() == 1:
+        weight = trainer.gpt.decoder.layers[1].input_layernorm.weight
+        with torch.no_grad():
+            weight.copy_(nudge(weight, index=5))
+    try:
+        return str(trainer.weight_manifest())
+    except ContractError as error:
+        return str(error)
+    finally:
+        trainer.close()
+
+
+def test_replicas_that_have_drifted_apart_are_refused(contract, model_folder):
+    for message in on_ranks(2, drift, contract, model_folder, LAYOUTS["tp2"]):
+        assert message.startswith("weights.model.layers.1.input_layernorm.weight: two copies in the trainer differ")
 
 
 def test_a_layout_shows_a_planted_ulp(contract, model_folder, sequences, one_process, tmp_path):

@@ -121,6 +121,7 @@ def test_expert_parallel_layouts_have_the_bits_of_one_process(checkpoint_of, seq
     one = on_ranks(1, score_and_step, contract, model, sequences, {}, str(tmp_path / "one"))[0]
     layout = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
     for found in on_ranks(2, score_and_step, contract, model, sequences, layout, str(tmp_path / "two")):
+        assert found["manifest"] == one["manifest"]
         assert_scores(found, one)
         assert found["loss"] == pytest.approx(one["loss"], rel=1e-6) and found["grad_norm"] == pytest.approx(one["grad_norm"], rel=5e-3)
         assert_gradients_close(found["gradients"], one["gradients"])

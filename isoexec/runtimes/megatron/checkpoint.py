@@ -7,17 +7,22 @@ entry allows a cast that loses no bit.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from isoexec.contract import ContractError, active_contract
+from isoexec.contract.manifest import Manifest, TensorDigest
+from isoexec.ops._core.digest import tensor_digest
 from isoexec.runtimes.megatron.hf_files import HFFiles
 from isoexec.runtimes.megatron.mapping import VOCABULARY, Entry, entries
 
 Tensor = torch.Tensor
+
+#: Ends of the names of buffers that no op of ours reads: the rope table is an op's, and routing has no bias.
+_UNREAD_BUFFERS = ("rotary_pos_emb.inv_freq",)
 
 
 def load_hf(
@@ -80,9 +85,59 @@ def hf_tensors(
         expert_group: expert-parallel process group or None; likewise.
         read: what to export of a parameter: its value, or for example its gradient.
     """
+    found = {}
+    for entry, name, part in _hf_parts(model, hf_config, layer_offset, group, expert_group, read):
+        found[name] = (part.float() if entry.fp32 else part).cpu().clone().contiguous()
+    return found if expert_group is None else gather_ranks(found, expert_group)
+
+
+def hf_digests(model: torch.nn.Module, hf_config, *, layer_offset: int = 0, group=None, expert_group=None) -> dict[str, TensorDigest]:
+    """Digests, in the parameters' dtypes, of the whole HF tensors that this rank holds or takes part in; arguments of :func:`hf_tensors`.
+
+    Raises:
+        ContractError: a parameter or buffer of the model has no HF name, or one tensor was found twice with other bits.
+    """
+    unknown = set(global_parameters(model, layer_offset)) - {entry.name for entry in entries(hf_config)}
+    unknown |= {name for name, _ in model.named_buffers() if not name.endswith(_UNREAD_BUFFERS)}
+    if unknown:
+        raise ContractError(
+            f"weights: {', '.join(sorted(unknown)[:4])} of the trainer have no HF name: the engine could lack them unseen; add them to "
+            "isoexec/runtimes/megatron/mapping.py"
+        )
+    parts = _hf_parts(model, hf_config, layer_offset, group, expert_group, torch.Tensor.detach)
+    return _merge({name: tensor_digest(part)} for _, name, part in parts)
+
+
+def manifest_of_ranks(digests: dict[str, TensorDigest]) -> Manifest:
+    """The manifest of a model from the :func:`hf_digests` of every process; every process calls, and each gets it.
+
+    Raises:
+        ContractError: processes that hold the same tensor have other bits in it.
+    """
+    ranks = [digests]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, digests)
+    return Manifest(_merge(ranks))
+
+
+def _merge(parts: Iterable[dict[str, TensorDigest]]) -> dict[str, TensorDigest]:
+    """Digests by name; what is held several times (replicas, a tied head on another pipeline stage) must be the same."""
+    found: dict[str, TensorDigest] = {}
+    for part in parts:
+        for name, digest in part.items():
+            if found.setdefault(name, digest) != digest:
+                raise ContractError(
+                    f"weights.{name}: two copies in the trainer differ: {found[name]} and {digest}; replicas have drifted apart: restart "
+                    "from a checkpoint"
+                )
+    return found
+
+
+def _hf_parts(model, hf_config, layer_offset: int, group, expert_group, read) -> Iterator[tuple[Entry, str, Tensor]]:
+    """(entry, HF name, whole HF tensor) of this rank's parameters; shards are gathered over ``group``."""
     expert_rank, expert_ranks = (0, 1) if expert_group is None else (expert_group.rank(), expert_group.size())
     parameters = global_parameters(model, layer_offset, expert_rank, expert_ranks)
-    found = {}
     for entry in entries(hf_config):
         if entry.name not in parameters:
             continue
@@ -90,10 +145,8 @@ def hf_tensors(
         whole = part if entry.unshard is None else entry.unshard(_gather(part, group))
         if entry.hf[0] in VOCABULARY:
             whole = whole[: hf_config.get_text_config().vocab_size]
-        if entry.fp32:
-            whole = whole.float()
-        found.update(zip(entry.hf, (part.cpu().clone().contiguous() for part in entry.split(whole)), strict=True))
-    return found if expert_group is None else gather_ranks(found, expert_group)
+        for name, part in zip(entry.hf, entry.split(whole), strict=True):
+            yield entry, name, part
 
 
 def gather_ranks(tensors: dict[str, Tensor], group) -> dict[str, Tensor]:

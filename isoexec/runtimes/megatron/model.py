@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from isoexec.contract import ContractError
+from isoexec.contract.manifest import Manifest
 from isoexec.runtimes.megatron import checkpoint, native
 from isoexec.runtimes.megatron.mapping import architecture_of, linear_layers, sparse_layers
 
@@ -165,6 +166,18 @@ def hf_tensors(model: GPTModel, hf_config, groups, read=torch.Tensor.detach) -> 
         model, hf_config, layer_offset=layer_offset(model, groups), group=groups.tp, expert_group=groups.ep, read=read
     )
     return checkpoint.gather_ranks(stage, groups.pp)
+
+
+def weight_manifest(model: GPTModel, hf_config, groups) -> Manifest:
+    """Digest of every logical tensor of the policy, the same whatever the layout; every rank calls, each gets it.
+
+    Raises:
+        ContractError: a parameter or buffer has no HF name, or ranks that hold the same tensor have other bits in it.
+    """
+    digests = checkpoint.hf_digests(
+        model, hf_config, layer_offset=layer_offset(model, groups), group=groups.tp, expert_group=groups.ep
+    )
+    return checkpoint.manifest_of_ranks(digests)
 
 
 def layer_offset(model: GPTModel, groups) -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from isoexec.contract import ContractError, ExecutionContract
+from isoexec.runtimes import compose, live
 
 
 class Setting(NamedTuple):
@@ -216,7 +217,12 @@ def _name(value) -> str:
 
 
 def activate(contract: ExecutionContract, config) -> None:
-    """:func:`check`, then prepare the process: one torch thread on the CPU, where a second one would split reductions."""
+    """:func:`check`, and that the ops installed are the contract's; then prepare the process.
+
+    One torch thread on the CPU: a second one would split reductions.
+    """
     check(contract, config)
+    compose.check_installed(contract)
+    live.publish(contract, "trainer")
     if contract.backend == "cpu":
         torch.set_num_threads(1)

@@ -18,9 +18,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import is_checkpointing
 from transformers import AutoConfig
 
-from isoexec.contract import active_contract
+from isoexec.contract import Identity, active_contract
+from isoexec.contract.manifest import Manifest
 from isoexec.ops._core import registry
 from isoexec.ops._core.bits import row_digests
+from isoexec.runtimes.handshake import process_identity
 from isoexec.runtimes.megatron import packing
 from isoexec.runtimes.megatron import model as models
 from isoexec.runtimes.megatron.groups import ProcessGroups
@@ -68,6 +70,7 @@ class PolicyTrainer:
         seed: int = 0,
     ):
         self.contract = active_contract()
+        self._folder = model
         self.hf_config = AutoConfig.from_pretrained(model)
         self._groups = ProcessGroups(tensor_parallel, pipeline_parallel, seed, expert_parallel)
         try:
@@ -152,6 +155,18 @@ class PolicyTrainer:
         tensors = self._hf_tensors(torch.Tensor.detach)
         if torch.distributed.get_rank() == 0:
             save_hf(self._files.in_stored_form(tensors), path)
+
+    def weight_manifest(self) -> Manifest:
+        """Digest of every logical tensor; see :func:`isoexec.runtimes.megatron.model.weight_manifest`."""
+        return models.weight_manifest(self.gpt, self.hf_config, self._groups.collection)
+
+    def identity(self) -> Identity:
+        """What this process runs, as evidence, for the handshake.
+
+        Raises:
+            ContractError: no contract is active, or the installation is not the contract's.
+        """
+        return process_identity("trainer", self._folder)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """fp32 gradients of the last :meth:`train_step`, clipped, by HF name; one data-parallel rank only. Every rank calls."""

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 
-from isoexec.contract import Numerics, active_contract
+from isoexec.contract import ContractError, Identity, Numerics, active_contract
 from isoexec.contract.build import read_config
+from isoexec.contract.manifest import Manifest
+from isoexec.runtimes.handshake import process_identity
 from isoexec.runtimes.vllm import cache_size, rows
 
 #: Environment of an in-process engine, set before vLLM is imported. No entry changes a bit under a contract.
@@ -121,6 +123,7 @@ class RolloutEngine:
         )
         rows.carry_digests(self._runner.sampler, self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
         self._preemptions_before = self._counter("vllm:num_preemptions")
+        self._folder, self._contract, self._syncs = model, contract, 0
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], temperature: float, max_tokens: int, record_rows: bool = False
@@ -162,7 +165,27 @@ class RolloutEngine:
         """
         if len(prompts) != len(params):
             raise ValueError(f"{len(prompts)} prompts, {len(params)} sampling parameters; pass one for each")
-        return self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        # The salt enters the key of every cached block: one that other weights computed cannot be hit, whoever cached it, and when.
+        salt = {} if self._contract is None else {"cache_salt": f"weights {self._syncs}"}
+        return self._llm.generate([{"prompt_token_ids": prompt, **salt} for prompt in prompts], params, use_tqdm=False)
+
+    def identity(self) -> Identity:
+        """What this process runs, as evidence, for the handshake.
+
+        Raises:
+            ContractError: no contract is active, or the installation is not the contract's.
+        """
+        return process_identity("engine", self._folder)
+
+    def weight_manifest(self) -> Manifest:
+        """Digest of every logical tensor that the engine holds now, by HF name.
+
+        Raises:
+            ContractError: a parameter or buffer has no HF name.
+        """
+        from isoexec.runtimes.vllm import weights
+
+        return weights.manifest(self._runner.get_model())
 
     @property
     def num_preemptions(self) -> int:
@@ -185,9 +208,14 @@ class RolloutEngine:
             path: ``.safetensors`` file or a folder of them, under HF names; every parameter of the model must be there.
 
         Raises:
+            ContractError: sequences are running: theirs would be sampled by two policies, and no trainer could score them.
             ValueError: a parameter is missing.
         """
         from safetensors import safe_open
+
+        if self._contract is not None and self._llm.llm_engine.has_unfinished_requests():
+            raise ContractError("weights: expected no running sequence at a sync, found some; finish or abort them first")
+        self._syncs += 1
 
         path = Path(path)
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from isoexec.contract import ContractError, ExecutionContract
+from isoexec.runtimes import compose, live
 
 
 class Setting(NamedTuple):
@@ -174,8 +175,13 @@ def _check_numerics(contract: ExecutionContract, text_config) -> None:
 
 
 def activate(contract: ExecutionContract, config) -> None:
-    """:func:`check` in the worker's process, then prepare it: one torch thread on the CPU, where a second one would split reductions."""
+    """:func:`check`, and that the ops installed are the contract's; then prepare the process.
+
+    One torch thread on the CPU: a second one would split reductions.
+    """
     check(contract, config)
+    compose.check_installed(contract)
+    live.publish(contract, "engine")
     if contract.backend == "cpu":
         torch.set_num_threads(1)
         if torch.get_num_threads() != 1:  # vLLM disables the call once a worker of this process has started
