@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from isoexec.verify.agreement import Agreement
 from isoexec.verify.compare import Comparison, Scored, compare
 from isoexec.verify.progress import Progress
 from isoexec.verify.prompts import make_prompts, packings, request_seeds
@@ -71,6 +72,7 @@ class ArmRun:
         self.samples: list[Sample] = []
         self.unable: str | None = None
         self._opened: Path | None = None  # by score_others
+        self.agreement: Agreement | None = None  # of the isoexec arm
 
     def run(self) -> list[Comparison]:
         """Every setting of the plan, compared.
@@ -81,6 +83,9 @@ class ArmRun:
             WorkerError: a worker failed; the whole group has been stopped.
         """
         try:
+            if self._contract is not None:
+                served = self._enqueue("served")
+                self.agreement = Agreement(self.model.contract, self._ask_engine, self._ask_trainer, served)
             self._enqueue("open", **self._trainer_arguments(self.model.trainer_folder))
             for engine_run in self.plan.engines:
                 self._open(engine_run.shape)
@@ -89,6 +94,9 @@ class ArmRun:
             self._run_after_sync()
             for scoring in self._scoring:
                 scoring.result()
+            if self.agreement is not None:
+                self.agreement.check_served(self._cases())
+                self._progress(f"{self.arm}: {self.agreement.line()}")
         except BaseException as error:
             if not self._may_fail(error):
                 self._group.fail(error)
@@ -136,7 +144,11 @@ class ArmRun:
         self._step()
         for engine_run in sorted(runs, key=lambda r: r.shape != self._shape):
             self._open(engine_run.shape)
+            if self.agreement is not None:
+                self.agreement.shake_hands()
             self._engine.call("sync", self._timeout, weights=str(self.second_folder))
+            if self.agreement is not None:
+                self.agreement.check_weights(f"sync to {engine_run.shape.name!r}")
             for setting in engine_run.after_sync:
                 self._sample(setting, SECOND_WEIGHTS)
 
@@ -147,7 +159,13 @@ class ArmRun:
         self._engine.call(
             "open", self._timeout, model=str(self.model.folder), contract=self._contract, shape=shape.arguments()
         )
-        self._shape = shape
+        first, self._shape = self._shape is None, shape
+        if self.agreement is not None:
+            self.agreement.shake_hands(wait=first)
+            if first and self.model.trainer_folder == self.model.folder:
+                self.agreement.check_weights("opened")
+            elif first:
+                self.agreement.check_planted()  # and goes on: the tokens have to show it too
         self._progress(f"{self.arm}: engine {shape.name!r} ready in {time.monotonic() - began:.1f} s")
 
     def _sample(self, setting: Setting, weights: str) -> None:
@@ -223,6 +241,18 @@ class ArmRun:
             weights=str(self.second_folder),
         ).result()
         self._progress(f"{self.arm}: optimizer step, loss {result['loss']:.4g}, gradient norm {result['grad_norm']:.4g}")
+
+    def _ask_engine(self, operation: str):
+        return self._engine.call(operation, self._timeout)
+
+    def _ask_trainer(self, operation: str):
+        return self._enqueue(operation).result()
+
+    def _cases(self) -> set[str]:
+        """Cases that the plan executes."""
+        scorings = [scoring for sample in self.samples for scoring in sample.setting.scorings]
+        ran = {"trainer_recompute" if s.recompute else "trainer_forward" if s.grad else "trainer_score" for s in scorings}
+        return ran | {"engine_prefill", "engine_decode"}
 
     def _enqueue(self, operation: str, **arguments) -> Future:
         return self._submit(lambda: self._trainer.call(operation, self._timeout, **arguments))

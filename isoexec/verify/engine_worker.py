@@ -6,6 +6,7 @@ import gc
 import os
 
 from isoexec.contract import CONTRACT_VARIABLE
+from isoexec.ops._core import registry
 from isoexec.verify.protocol import serve, to_bits
 
 
@@ -54,6 +55,14 @@ class EngineOperations:
         """Load new weights in place, as after an optimizer step."""
         self._engine.load_weights(weights)
 
+    def identity(self) -> str:
+        """What this process runs, as evidence: canonical JSON of its identity."""
+        return self._engine.identity().to_json()
+
+    def weights(self) -> dict:
+        """Manifest of the weights that the engine holds now."""
+        return self._engine.weight_manifest().data()
+
     def close(self) -> None:
         """Free the engine."""
         if self._engine is not None:
@@ -69,6 +78,11 @@ def choose_contract(path: str | None) -> None:
         os.environ[CONTRACT_VARIABLE] = path
 
 
+def served() -> list[list]:
+    """[op, case, implementation, calls so far] of this process."""
+    return [[*key, calls] for key, calls in registry.served().items()]
+
+
 def start() -> dict:
     """Import the runtime and return the operations."""
     from isoexec.runtimes.vllm.engine import RolloutEngine, prepare_environment
@@ -78,7 +92,8 @@ def start() -> dict:
 
     gc.freeze()  # engines collect garbage on opening and closing; without this each time walks every imported module
     operations = EngineOperations(RolloutEngine)
-    return {name: getattr(operations, name) for name in ("open", "generate", "sync", "close")}
+    names = ("open", "generate", "sync", "identity", "weights", "close")
+    return {name: getattr(operations, name) for name in names} | {"served": served}
 
 
 if __name__ == "__main__":

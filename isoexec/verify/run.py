@@ -96,7 +96,8 @@ def _alone(out: Path):
 def verify(options: Options) -> int:
     """Run everything; returns the exit status.
 
-    0: every isoexec token has equal bits; 1: some differ, or the logprobs are less accurate than allowed; 2: bad input; 3: inconclusive.
+    0: every isoexec token has equal bits; 1: some differ, or the logprobs are less accurate than allowed; 2: refused, as bad input or
+    since the processes do not agree on what they run; 3: inconclusive.
     """
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ class _Run:
 
     def _start_workers(self) -> None:
         model = self._options.model
-        contract = contract_for_model(model, BACKEND) if model else ExecutionContract(ARCHITECTURES[0], BACKEND)
+        contract = _contract_of(model) if model else ExecutionContract(ARCHITECTURES[0], BACKEND)
         first_contract = self._work / "first.contract.json"  # each model's own is named when it is opened
         first_contract.write_text(contract.to_json(), encoding="utf-8")
         self._reference = self._group.start("reference", "isoexec.verify.reference_worker", _environment(None))
@@ -192,7 +193,7 @@ class _Run:
         self._verdict.judge_model(model, comparisons, samples, errors, control)
         self._comparisons += comparisons
         self._models[model.name] = {
-            "contract_sha256": contract_for_model(folder, BACKEND).digest,
+            "contract": runs["isoexec"].agreement.record,
             "mean_abs_error_to_hf_fp32": errors and _finite(dataclasses.asdict(errors)),
             "unable": unable,
             "control": control.as_run(),
@@ -202,7 +203,7 @@ class _Run:
     def _describe(self, folder: Path) -> ModelUnderTest:
         config = check_model(folder)
         contract = self._work / f"{folder.name}.contract.json"
-        contract.write_text(contract_for_model(folder, BACKEND).to_json(), encoding="utf-8")
+        contract.write_text(_contract_of(folder).to_json(), encoding="utf-8")
         planted = self._work / f"{folder.name}-planted"
         weight = plant_ulp(folder, planted)
         if self._options.plant:
@@ -287,6 +288,13 @@ def check_model(folder: Path) -> dict:
         if not isinstance(text.get(name), int) or text[name] < least:
             raise ContractError(f"model {str(folder)!r}: config.json: {name}: expected at least {least}, found {text.get(name)!r}")
     return config
+
+
+def _contract_of(folder: Path) -> ExecutionContract:
+    """The contract of a checkpoint, pinned to the ops of this installation: the workers refuse to run others."""
+    from isoexec.runtimes.compose import composed  # imports torch, which bad input has no need of
+
+    return composed(contract_for_model(folder, BACKEND))
 
 
 def _finite(numbers: dict) -> dict:

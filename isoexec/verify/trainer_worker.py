@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isoexec.verify.engine_worker import choose_contract
+from isoexec.verify.engine_worker import choose_contract, served
 from isoexec.verify.protocol import serve, to_bits
 
 
@@ -37,6 +37,14 @@ class TrainerOperations:
         self._trainer.export_hf(weights)
         return {key: float(result[key]) for key in ("loss", "grad_norm")}
 
+    def identity(self) -> str:
+        """What this process runs, as evidence: canonical JSON of its identity."""
+        return self._trainer.identity().to_json()
+
+    def weights(self) -> dict:
+        """Manifest of the weights that the trainer holds now."""
+        return self._trainer.weight_manifest().data()
+
     def close(self) -> None:
         """Free the trainer."""
         if self._trainer is not None:
@@ -49,7 +57,8 @@ def start() -> dict:
     from isoexec.runtimes.megatron.trainer import PolicyTrainer
 
     operations = TrainerOperations(PolicyTrainer)
-    return {name: getattr(operations, name) for name in ("open", "score", "step", "close")}
+    names = ("open", "score", "step", "identity", "weights", "close")
+    return {name: getattr(operations, name) for name in names} | {"served": served}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import zlib
 from array import array
 from pathlib import Path
 
+from isoexec.contract import ExecutionContract, Identity
+from isoexec.contract.architectures import regions
 from isoexec.verify.protocol import to_bits
 
 
@@ -20,14 +22,32 @@ class FakeWorker:
 
     def call(self, operation: str, timeout: float, **arguments):
         self.calls.append((operation, arguments))
-        return getattr(self, operation)(**arguments)
+        return getattr(self, "weights_manifest" if operation == "weights" else operation)(**arguments)
 
-    def open(self, model, **_):
+    def open(self, model, contract=None, **_):
         self.weights = "planted" if model.endswith("planted") else "first"
+        self.contract = contract
+
+    def identity(self):
+        parts = ExecutionContract.from_json(Path(self.contract).read_text()).parts()
+        policy = {"contract": parts["numerical_policy"], **self.behaviour.get("policy", {})}
+        return Identity("fake", parts["semantic"], policy, parts["deployment"]).to_json()
+
+    def weights_manifest(self):
+        digest = f"0x{zlib.crc32(self.behaviour.get('holds', self.weights).encode()):016x}"
+        return {"w": {"shape": [1], "dtype": "bfloat16", "digest": digest, "elements": 1}}
+
+    def served(self):
+        """Every op of the dense model in each of the worker's cases, as often as it was called."""
+        calls = sum(name in ("generate", "score") for name, _ in self.calls)
+        ops = [(op, case) for region in regions("Qwen3ForCausalLM", "cpr_wy") for case in self.CASES for op in region.must_serve(case)]
+        return [[op, case, "formula", calls] for op, case in ops if op not in self.behaviour.get("unserved", ())]
 
 
 class FakeEngine(FakeWorker):
     """``shift(prompt, temperature)`` added to a logprob; ``evidence`` reported."""
+
+    CASES = ("engine_prefill", "engine_decode")
 
     def generate(self, prompts, seeds, temperature, max_tokens, one_at_a_time, rows):
         return {
@@ -48,6 +68,8 @@ class FakeEngine(FakeWorker):
 
 class FakeTrainer(FakeWorker):
     """Scores by the engine's formula; ``stale`` keeps the first weights after a step."""
+
+    CASES = ("trainer_forward", "trainer_recompute", "trainer_score")
 
     def score(self, sequences, temperature, packing, grad, recompute, rows):
         assert sorted(i for pack in packing for i in pack) == list(range(len(sequences)))

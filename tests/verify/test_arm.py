@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from fakes import FakeEngine, FakeTrainer
 
+from isoexec.contract import ContractError, ExecutionContract
 from isoexec.verify.arm import ArmRun, ModelUnderTest
 from isoexec.verify.accuracy import Accuracy
 from isoexec.verify.progress import Progress
@@ -29,7 +30,9 @@ def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    return ModelUnderTest("model", folder, folder, tmp_path / "planted", 512, tmp_path / "contract.json")
+    contract = tmp_path / "contract.json"
+    contract.write_text(ExecutionContract("Qwen3ForCausalLM", "cpu").to_json())
+    return ModelUnderTest("model", folder, folder, tmp_path / "planted", 512, contract)
 
 
 def run_arm(model, tmp_path, *, arm="isoexec", plan=None, engine=None, trainer=None):
@@ -81,7 +84,7 @@ def test_the_weights_move_after_all_first_scores(model, tmp_path):
     run, _ = run_arm(model, tmp_path, trainer=trainer)
     operations = [name for name, _ in trainer.calls]
     first = sum(len(s.setting.scorings) for s in run.samples if s.weights == "first")
-    assert operations.index("step") == 1 + first  # after open
+    assert operations[: operations.index("step")].count("score") == first
     assert operations.count("step") == 1
 
 
@@ -96,9 +99,78 @@ def test_a_difference_at_one_temperature_is_found(model, tmp_path):
 
 
 def test_stale_weights_are_found(model, tmp_path):
-    run, comparisons = run_arm(model, tmp_path, trainer=FakeTrainer(stale=True))
+    """By the tokens, too, if the manifests were blind."""
+    run, comparisons = run_arm(model, tmp_path, engine=FakeEngine(holds="any"), trainer=FakeTrainer(stale=True, holds="any"))
     assert {c.setting.split(" / ")[0] for c in comparisons if not c.passed} == {"after sync", "after sync, warm, T=0.7"}
     assert judge(run, comparisons).status == DIFFERENT
+
+
+def names(worker):
+    return [name for name, _ in worker.calls]
+
+
+def test_what_was_agreed_on(model, tmp_path):
+    engine, trainer = FakeEngine(), FakeTrainer()
+    run, _ = run_arm(model, tmp_path, plan=full_plan(), engine=engine, trainer=trainer)
+    syncs, opens = names(engine).count("sync"), names(engine).count("open")
+    assert run.agreement.record["handshakes"] == opens + syncs and names(trainer).count("identity") == 1 + syncs
+    for i, name in enumerate(names(engine)):
+        if name == "sync":
+            assert (names(engine)[i - 1], names(engine)[i + 1]) == ("identity", "weights")
+    weights = run.agreement.record["weights"]
+    assert [w["when"] == "opened" for w in weights] == [True] + [False] * syncs and len({w["version"] for w in weights}) == 2
+    assert set(run.agreement.record["op_calls"]) == {
+        "trainer_forward", "trainer_recompute", "trainer_score", "engine_prefill", "engine_decode"
+    }  # fmt: skip
+
+
+def test_the_native_arm_agrees_on_nothing(model, tmp_path):
+    engine = FakeEngine()
+    run, _ = run_arm(model, tmp_path, arm="native", engine=engine)
+    assert run.agreement is None and not {"identity", "weights", "served"} & set(names(engine))
+
+
+def test_processes_that_differ_are_refused_before_a_token_is_sampled(model, tmp_path):
+    engine = FakeEngine(policy={"packages": {"torch": "2.11.0"}})
+    with pytest.raises(ContractError, match='packages.torch: trainer has "2.10.0", engine has "2.11.0"'):
+        run_arm(model, tmp_path, engine=engine, trainer=FakeTrainer(policy={"packages": {"torch": "2.10.0"}}))
+    assert "generate" not in names(engine)
+
+
+def test_a_process_that_changes_is_refused_before_the_sync(model, tmp_path):
+    class Changing(FakeTrainer):
+        def step(self, **arguments):
+            self.behaviour["policy"] = {"math": {"threads": "2"}}
+            return super().step(**arguments)
+
+    engine = FakeEngine(policy={"math": {"threads": "1"}})
+    with pytest.raises(ContractError, match='math.threads: trainer has "2", engine has "1"'):
+        run_arm(model, tmp_path, engine=engine, trainer=Changing(policy={"math": {"threads": "1"}}))
+    assert "generate" in names(engine) and "sync" not in names(engine)
+
+
+def test_an_engine_that_kept_old_weights_is_refused_before_it_samples(model, tmp_path):
+    class Keeping(FakeEngine):
+        def sync(self, weights):
+            pass
+
+    engine = Keeping()
+    with pytest.raises(ContractError, match="weights.w: trainer has bfloat16.*, engine has .*sync again"):
+        run_arm(model, tmp_path, engine=engine)
+    assert "generate" not in names(engine)[names(engine).index("sync") :]
+
+
+def test_an_op_that_nobody_served_is_refused(model, tmp_path):
+    with pytest.raises(ContractError, match="op attention.paged, case engine_prefill: declared for region attention, and never called"):
+        run_arm(model, tmp_path, engine=FakeEngine(unserved=["attention.paged"]))
+
+
+def test_a_case_that_did_not_happen_is_refused(model, tmp_path):
+    class Unattributed(FakeTrainer):
+        CASES = ("trainer_forward", "trainer_score")
+
+    with pytest.raises(ContractError, match="case trainer_recompute: no op was served in it"):
+        run_arm(model, tmp_path, trainer=Unattributed())
 
 
 def test_settings_that_disagree_with_each_other_are_found(model, tmp_path):
