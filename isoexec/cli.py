@@ -61,6 +61,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(run=_verify)
 
+    audit = verbs.add_parser(
+        "audit",
+        help="list floating-point ops on the logprob path that no isoexec op issued",
+        description="Exit status: 0 clean, 1 stray ops, 2 bad input, 3 inconclusive (docs/audit.md).",
+    )
+    audit.add_argument("--model", metavar="FOLDER", help="HF-format checkpoint (default: a small random one of every architecture)")
+    audit.add_argument("--json", metavar="FILE", help="also write everything that was found as JSON")
+    audit.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
+    audit.set_defaults(run=_audit)
+
     _add_contract(
         verbs.add_parser("contract", help="build, show, compare or check a contract").add_subparsers(required=True, metavar="VERB")
     )
@@ -114,6 +124,12 @@ def _verify(options) -> int:
             tokens=options.tokens,
         )
     )
+
+
+def _audit(options) -> int:
+    from isoexec.verify.audit.run import audit
+
+    return audit(options.model, options.json, options.timeout)
 
 
 def _contract_show(options) -> int:

@@ -69,11 +69,16 @@ def make_options(
     for name, value, least in (("prompts", prompts, 16), ("tokens", tokens, 8)):
         if value is not None and value < least:
             raise ContractError(f"--{name} {value}: expected at least {least}, else settings do not exercise what they claim")
-    _check_backend()
+    check_backend()
     return Options(folder, Path(out), plan.limited(prompts, tokens), later_plan.limited(prompts, tokens), plant, timeout)
 
 
-def _check_backend() -> None:
+def check_backend() -> None:
+    """Refuse an environment whose vLLM is built for another backend.
+
+    Raises:
+        ContractError: says which to build.
+    """
     version = importlib.metadata.version("vllm")
     if BACKEND not in version:
         raise ContractError(
@@ -153,10 +158,10 @@ class _Run:
         contract = _contract_of(model) if model else ExecutionContract(ARCHITECTURES[0], BACKEND)
         first_contract = self._work / "first.contract.json"  # each model's own is named when it is opened
         first_contract.write_text(contract.to_json(), encoding="utf-8")
-        self._reference = self._group.start("reference", "isoexec.verify.reference_worker", _environment(None))
+        self._reference = self._group.start("reference", "isoexec.verify.reference_worker", worker_environment(None))
         self._workers: dict[str, tuple[Worker, Worker]] = {}
         for arm in self._arms:
-            environment = _environment(first_contract if arm == "isoexec" else None)
+            environment = worker_environment(first_contract if arm == "isoexec" else None)
             self._workers[arm] = (
                 self._group.start(f"engine-{arm}", "isoexec.verify.engine_worker", environment),
                 self._group.start(f"trainer-{arm}", "isoexec.verify.trainer_worker", environment),
@@ -311,7 +316,7 @@ def text_config(config: dict) -> dict:
     return config.get("text_config", config)
 
 
-def _environment(contract: Path | None) -> dict[str, str | None]:
+def worker_environment(contract: Path | None) -> dict[str, str | None]:
     """Laid over the environment of a worker: one thread for each of several processes, nothing fetched, CPU only."""
     return {
         CONTRACT_VARIABLE: str(contract) if contract else None,

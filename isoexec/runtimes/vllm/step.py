@@ -21,6 +21,11 @@ def begin(max_query_len: int | None) -> str:
     return case
 
 
+def current() -> str:
+    """Case of the step whose forward pass began last."""
+    return _case.get()
+
+
 def executing():
     """Context that attributes ops to the current step's case."""
     return registry.executing(_case.get())
