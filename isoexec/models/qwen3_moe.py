@@ -27,6 +27,11 @@ class SparseMLP(NamedTuple):
     down: Tensor | Sequence[Tensor]  # [E', D, F] or E' times [D, F]
     top_k: int
     renormalize: bool  # norm_topk_prob
+    scoring: str = "softmax"
+    expert_bias: Tensor | None = None  # [E] fp32
+    scale: float = 1.0  # routed_scaling_factor
+    n_group: int = 1
+    topk_group: int = 1
 
 
 class Qwen3MoELayer(NamedTuple):
@@ -90,7 +95,16 @@ def sparse_mlp_block(
             auxiliary loss on the weights' gradient; it must return the same values.
     """
     logits_TE = moe.router_logits(x_TD, mlp.router)
-    weights_Tk, experts_Tk = moe.route(logits_TE, top_k=mlp.top_k, renormalize=mlp.renormalize)
+    weights_Tk, experts_Tk = moe.route(
+        logits_TE,
+        top_k=mlp.top_k,
+        renormalize=mlp.renormalize,
+        scoring=mlp.scoring,
+        expert_bias=mlp.expert_bias,
+        scale=mlp.scale,
+        n_group=mlp.n_group,
+        topk_group=mlp.topk_group,
+    )
     if on_route is not None:
         weights_Tk = on_route(logits_TE, weights_Tk, experts_Tk)
     x_TD, weights_Tk, experts_Tk, rows = moe.dispatch(x_TD, weights_Tk, experts_Tk, ep=ep)

@@ -23,19 +23,21 @@ def test_rope_table_has_the_bits_of_the_cpu_backend(device, theta, rotary_dim):
     assert not bit_equal(got[0].cpu(), rope_reference.rope_table(positions + 1, rotary_dim, theta)[0])
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("K,rotary_dim", [(64, 64), (80, 32)])
-def test_rotation_has_the_bits_of_the_cpu_backend(random, K, rotary_dim):
+def test_rotation_has_the_bits_of_the_cpu_backend(random, K, rotary_dim, interleaved):
     q = random(7, 5 * K)[:, K : 4 * K].unflatten(1, (3, K)).requires_grad_()
     cos, sin = (t.to(q.device) for t in rope_reference.rope_table(torch.arange(7), rotary_dim, 1e6))
-    y = rope.apply_rope(q, cos, sin)
+    y = rope.apply_rope(q, cos, sin, interleaved=interleaved)
     host = q.detach().cpu().requires_grad_()
-    want = rope_reference.apply_rope(host, cos.cpu(), sin.cpu())
+    want = rope_reference.apply_rope(host, cos.cpu(), sin.cpu(), interleaved=interleaved)
     assert_bit_equal(y.cpu(), want)
     assert_bit_equal(y[:, :, rotary_dim:], q[:, :, rotary_dim:], "channels that do not rotate")
     grad = random(*y.shape)
     (g,), (w,) = torch.autograd.grad(y, q, grad), torch.autograd.grad(want, host, grad.cpu())
     assert_bit_equal(g.cpu(), w, "gradient")
-    assert not bit_equal(y, rope.apply_rope(q, nudge(cos, 3, 1 << 16), sin))
+    assert not bit_equal(y, rope.apply_rope(q, nudge(cos, 3, 1 << 16), sin, interleaved=interleaved))
+    assert not bit_equal(y, rope.apply_rope(q, cos, sin, interleaved=not interleaved))
 
 
 def test_rope_refuses_a_table_of_other_tokens(random):

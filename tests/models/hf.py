@@ -2,7 +2,7 @@
 
 import torch
 
-from isoexec.models import qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from isoexec.models import glm4_moe_lite, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from isoexec.ops import gdn, moe, rope
 
 LENGTHS = (37, 20)
@@ -18,6 +18,11 @@ _ROPE_35 = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 
 _GDN = {
     "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "rope_parameters": _ROPE_35, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_GLM = {
+    "intermediate_size": 256, "moe_intermediate_size": 64, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 2,
+    "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "num_key_value_heads": 4,
+    "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "pad_token_id": 0,
 }  # fmt: skip
 _MOE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 GROUPS = moe.combine_groups_for(16)
@@ -45,6 +50,14 @@ def qwen3_5_moe_model():
     return _filled(Qwen3_5MoeTextModel(Qwen3_5MoeTextConfig(**_SIZES, **_GDN, **_MOE, shared_expert_intermediate_size=128)))
 
 
+def glm4_moe_lite_model(**changes):
+    """Layer 0 dense, layer 1 sparse; values narrower than queries and keys."""
+    from transformers import Glm4MoeLiteConfig, Glm4MoeLiteModel
+
+    config = Glm4MoeLiteConfig(**_SIZES | _GLM | {"rms_norm_eps": 1e-6} | changes)  # HF's latent norms know no other
+    return _filled(Glm4MoeLiteModel(config))
+
+
 @torch.no_grad()
 def _filled(model):
     """Random weights of a size that makes every gate and norm matter."""
@@ -60,6 +73,9 @@ def _filled(model):
         else:  # norms (ones, or zeros where they are zero-centred) and dt_bias
             value = p + 0.2 * noise
         p.copy_(value.bfloat16().float())
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(torch.randn(bias.shape, generator=g) / 8)
     return model.float().eval()
 
 
@@ -149,3 +165,36 @@ def gated_delta_net(m, eps):
 def trainer_gdn(plan):
     """(convolve, mix) of whole packed sequences."""
     return lambda x, w: gdn.conv1d(x, w, plan)[0], lambda *qkvgb: gdn.cpr_wy(*qkvgb, plan)
+
+
+def glm4_moe_lite_layer(hf):
+    """:class:`Glm4MoeLiteLayer`, dense or sparse."""
+    eps, m = hf.input_layernorm.variance_epsilon, hf.mlp
+    sparse = hasattr(m, "experts")
+    mlp = glm_sparse_mlp(m) if sparse else glm_mlp(m)
+    norms = bf16(hf.input_layernorm.weight), bf16(hf.post_attention_layernorm.weight)
+    return glm4_moe_lite.Glm4MoeLiteLayer(
+        norms[0], latent_attention(hf.self_attn, eps), norms[1], mlp, glm_mlp(m.shared_experts) if sparse else None, eps
+    )
+
+
+def latent_attention(a, eps):
+    return glm4_moe_lite.LatentAttention(
+        bf16(a.q_a_proj.weight), bf16(a.q_a_layernorm.weight), bf16(a.q_b_proj.weight), bf16(a.kv_a_proj_with_mqa.weight),
+        bf16(a.kv_a_layernorm.weight), bf16(a.kv_b_proj.weight), bf16(a.o_proj.weight), a.qk_nope_head_dim, a.qk_rope_head_dim,
+        a.v_head_dim, eps,
+    )  # fmt: skip
+
+
+def glm_mlp(m):
+    return glm4_moe_lite.MLP(bf16(m.gate_proj.weight, m.up_proj.weight), bf16(m.down_proj.weight))
+
+
+def glm_sparse_mlp(m):
+    return sparse_mlp(m)._replace(
+        scoring="sigmoid",
+        expert_bias=m.gate.e_score_correction_bias.clone(),
+        scale=m.routed_scaling_factor,
+        n_group=m.n_group,
+        topk_group=m.topk_group,
+    )

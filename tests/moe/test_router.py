@@ -148,6 +148,43 @@ def test_sigmoid_bias_selects_and_does_not_weigh():
     assert (weights.double() - 1.8 * score / score.sum(-1, keepdim=True)).abs().max() < 1e-6
 
 
+def reference_groups(x, bias, n_group, topk_group, top_k):
+    """Chosen experts by the definition, in fp64 and Python."""
+    key, chosen, size = torch.sigmoid(x.double()) + bias.double(), [], x.shape[1] // n_group
+    for row in key.tolist():
+        group = [sum(sorted(row[g * size : (g + 1) * size])[-2:]) for g in range(n_group)]
+        kept = sorted(range(n_group), key=lambda g: -group[g])[:topk_group]
+        chosen.append(sorted((e for g in kept for e in range(g * size, (g + 1) * size)), key=lambda e: -row[e])[:top_k])
+    return chosen
+
+
+@pytest.mark.parametrize("n_group, topk_group, top_k", [(2, 1, 4), (4, 2, 4), (4, 4, 8), (8, 3, 6)])
+def test_groups_limit_the_choice(n_group, topk_group, top_k):
+    x, bias = logits(64, 16), logits(1, 16, seed=1)[0] / 8
+    arguments = dict(top_k=top_k, renormalize=True, scoring="sigmoid", expert_bias=bias)
+    weights, experts = moe.route(x, **arguments, n_group=n_group, topk_group=topk_group)
+    assert experts.tolist() == reference_groups(x, bias, n_group, topk_group, top_k)
+    free = moe.route(x, **arguments)
+    assert bit_equal(weights, free[0]) == (n_group == topk_group) and (experts == free[1]).all() == (n_group == topk_group)
+    for n in (1, 17):
+        part = moe.route(x[:n], **arguments, n_group=n_group, topk_group=topk_group)
+        assert_bit_equal(part[0], weights[:n])
+        assert_bit_equal(part[1], experts[:n])
+
+
+def test_tied_groups_go_to_the_lowest_index_and_one_ulp_decides():
+    x, arguments = torch.zeros(1, 8), dict(top_k=2, renormalize=True, scoring="sigmoid", n_group=4, topk_group=1)
+    assert moe.route(x, **arguments)[1].tolist() == [[0, 1]]
+    assert moe.route(x, expert_bias=nudge(torch.full((8,), 0.25), 5, 4), **arguments)[1].tolist() == [[5, 4]]
+
+
+def test_nan_keeps_a_group_from_being_chosen():
+    x = torch.zeros(2, 8)
+    x[0, 1] = NAN
+    weights, experts = moe.route(x, top_k=2, renormalize=True, scoring="sigmoid", n_group=4, topk_group=1)
+    assert experts.tolist() == [[2, 3], [0, 1]] and not weights.isnan().any()
+
+
 def test_sigmoid_scores_of_zero_give_no_nan():
     weights, experts = moe.route(torch.full((1, 4), -300.0), top_k=2, renormalize=True, scoring="sigmoid")
     assert experts.tolist() == [[0, 1]] and weights.tolist() == [[0.0, 0.0]]
@@ -179,6 +216,11 @@ def test_no_token():
         ({"top_k": 0}, "1..16"),
         ({"top_k": 17}, "1..16"),
         ({"expert_bias": torch.zeros(16)}, "expert_bias"),
+        ({"n_group": 4}, "scoring 'sigmoid'"),
+        ({"scoring": "sigmoid", "n_group": 3}, "n_group 3"),
+        ({"scoring": "sigmoid", "n_group": 16}, "n_group 16"),
+        ({"scoring": "sigmoid", "n_group": 8, "topk_group": 9}, "topk_group 9"),
+        ({"scoring": "sigmoid", "n_group": 8, "topk_group": 1, "top_k": 3}, "top_k 3"),
     ],
 )
 def test_refusals_name_what_is_wrong(change, says):

@@ -6,6 +6,7 @@ import torch
 from isoexec.contract import ContractError
 from isoexec.ops import rope
 from isoexec.ops._core import math
+from isoexec.ops._core.bits import as_bits, bit_equal
 from op_checks import batch_invariant, bf16_values, gradients_close, same_bits
 
 THETA = 1e6
@@ -60,6 +61,34 @@ def test_channels_beyond_the_rotary_ones_keep_their_bits():
     same_bits(out[..., 8:], x[..., 8:], "untouched channels")
 
 
+def pairs_apart(x):
+    """Channels 0, 2, 4, ... then 1, 3, 5, ...: what pairs halves of the result paired neighbours of ``x``."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], -1)
+
+
+@pytest.mark.parametrize("rotary_dim", [32, 8])
+def test_interleaved_rotation(rotary_dim):
+    x, table = bf16_values(257, 3, 32).bfloat16(), rope.rope_table(torch.arange(257), rotary_dim, THETA)
+    found = rope.apply_rope(x, *table, interleaved=True)
+    apart = rope.apply_rope(torch.cat([pairs_apart(x[..., :rotary_dim]), x[..., rotary_dim:]], -1), *table)
+    same_bits(pairs_apart(found[..., :rotary_dim]), apart[..., :rotary_dim], "the same angles on the same pairs")
+    same_bits(found[..., rotary_dim:], x[..., rotary_dim:], "untouched channels")
+    assert not bit_equal(found, rope.apply_rope(x, *table))
+    batch_invariant(lambda x, *t: rope.apply_rope(x, *t, interleaved=True), x, *table, what="apply_rope")
+    wide = bf16_values(257, 3, 48).bfloat16()
+    one = rope.apply_rope(wide[..., 16:], *table, interleaved=True)
+    same_bits(one, rope.apply_rope(wide[..., 16:].contiguous(), *table, interleaved=True), "strided view")
+
+
+def test_a_non_finite_pair_stays_where_it_is():
+    x, table = bf16_values(3, 2, 16).bfloat16(), rope.rope_table(torch.arange(1, 4), 16, THETA)
+    clean = rope.apply_rope(x, *table, interleaved=True)
+    x[1, 0, 4] = float("nan")
+    found = rope.apply_rope(x, *table, interleaved=True)
+    reached = as_bits(found) != as_bits(clean)
+    assert found[1, 0, 4:6].isnan().all() and reached.sum() == 2
+
+
 def test_odd_rotary_dim_is_refused():
     with pytest.raises(ContractError, match="rotary_dim 7"):
         rope.rope_table(torch.arange(2), 7, THETA)
@@ -68,3 +97,13 @@ def test_odd_rotary_dim_is_refused():
 def test_gradient():
     table = rope.rope_table(torch.arange(9), 16, THETA)
     gradients_close(lambda x: rope.apply_rope(x, *table), lambda x: rotated(x, *(t.double() for t in table)), (bf16_values(9, 2, 24).bfloat16(),))
+
+
+def test_interleaved_gradient():
+    table = rope.rope_table(torch.arange(9), 16, THETA)
+
+    def expected(x):
+        apart = rotated(pairs_apart(x), *(t.double() for t in table))
+        return torch.stack(apart.chunk(2, -1), -1).flatten(-2)
+
+    gradients_close(lambda x: rope.apply_rope(x, *table, interleaved=True), expected, (bf16_values(9, 2, 16).bfloat16(),))

@@ -53,12 +53,14 @@ def router_logits(x, weight):
         "NaN compares false both ways and can make a sort inconsistent",
     ),
 )
-def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, scale=1.0):
+def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, scale=1.0, n_group=1, topk_group=1):
     """Choose ``top_k`` experts per token and their combine weights, in rank order with gradients on or off.
 
     Scores are softmax(logits) over all experts (exact maximum, row sum, true division) or sigmoid(logits). Experts are ranked by score
     (``scoring="sigmoid"``: by score + ``expert_bias``), ties to the lowest index, -0.0 equal to 0.0. Weights are the scores without bias;
     with ``renormalize`` divided by their sum taken in rank order (sigmoid: plus 1e-20, as DeepSeek-V3), then times ``scale``.
+    With ``n_group`` > 1 only experts of the ``topk_group`` best groups of E / n_group neighbours stand for choice (DeepSeek-V3); a group's
+    score is the sum of its two best ranking scores, ties between groups go to the lowest index.
 
     NaN ranks below every number. A NaN logit makes its whole softmax row NaN, so such a token takes experts 0 .. top_k - 1 with NaN weights: the
     fault stays in its row and reaches that row's logprob, where it is seen; other rows keep their bits. It is not refused here, since padded
@@ -71,12 +73,14 @@ def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, sc
         scoring: "softmax" or "sigmoid".
         expert_bias: [E] fp32 or None, auxiliary-loss-free balancing (arXiv 2408.15664); only with "sigmoid". Not differentiated.
         scale: float, ``routed_scaling_factor``; rounded to fp32.
+        n_group, topk_group: int, groups that E is cut into and groups that stay; only with "sigmoid".
 
     Returns:
         (weights [T, top_k] fp32, experts [T, top_k] int64). ``weights`` is differentiable in ``logits``.
 
     Raises:
-        ContractError: unknown scoring, bias with softmax, or top_k outside [1, E].
+        ContractError: unknown scoring, bias or groups with softmax, top_k outside [1, E] or larger than the groups that stay hold, or
+            groups of fewer than two experts.
     """
 
 

@@ -35,14 +35,37 @@ def rank(key, top_k):
     return key.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
-def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, scale=1.0):
+def in_best_groups(key, n_group, topk_group):
+    """``key`` [T, E] with -inf for experts outside the ``topk_group`` best groups."""
+    grouped = torch.where(key.isnan(), -torch.inf, key).unflatten(-1, (n_group, -1))
+    best = grouped.sort(dim=-1, descending=True, stable=True).values
+    kept = torch.zeros(grouped.shape[:2], dtype=torch.bool).scatter_(1, rank(best[..., 0] + best[..., 1], topk_group), True)
+    return torch.where(kept.unsqueeze(-1), grouped, -torch.inf).flatten(1)
+
+
+def check_groups(experts, top_k, scoring, n_group, topk_group):
+    if scoring != "sigmoid":
+        raise ContractError(f"op moe.route: n_group {n_group} needs scoring 'sigmoid', found {scoring!r}")
+    if n_group < 1 or experts % n_group or experts < 2 * n_group:
+        raise ContractError(f"op moe.route: n_group {n_group}: expected groups of two or more of the {experts} experts; check the config")
+    if not 1 <= topk_group <= n_group or top_k > topk_group * (experts // n_group):
+        raise ContractError(
+            f"op moe.route: topk_group {topk_group}: expected at most n_group {n_group}, and that the groups that stay hold top_k {top_k} "
+            f"experts or more; check the config"
+        )
+
+
+def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, scale=1.0, n_group=1, topk_group=1):
     if not 1 <= top_k <= logits.shape[-1]:
         raise ContractError(f"op moe.route: top_k {top_k} is outside 1..{logits.shape[-1]}, the number of experts")
     if expert_bias is not None and scoring != "sigmoid":
         raise ContractError(f"op moe.route: expert_bias needs scoring 'sigmoid', found {scoring!r}; the bias would move softmax's sum")
+    if n_group != 1:
+        check_groups(logits.shape[-1], top_k, scoring, n_group, topk_group)
     score = scores(logits, scoring)
     with torch.no_grad():
-        experts = rank(score if expert_bias is None else score + expert_bias, top_k)
+        key = score if expert_bias is None else score + expert_bias
+        experts = rank(key if n_group == 1 else in_best_groups(key, n_group, topk_group), top_k)
     weights = score.gather(-1, experts)
     if renormalize:
         total = weights[:, 0]

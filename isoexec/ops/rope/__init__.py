@@ -20,12 +20,13 @@ def rope_table(positions, rotary_dim, theta):
 
 
 @op("rope.apply_rope", cpu=".reference:apply_rope", cuda=".triton:apply_rope")
-def apply_rope(x, cos, sin):
-    """Rotate the first ``2 * cos.shape[-1]`` channels of each head, halves paired (channel i with i + rotary_dim / 2).
+def apply_rope(x, cos, sin, *, interleaved=False):
+    """Rotate the first ``rotary_dim = 2 * cos.shape[-1]`` channels of each head, every channel in its place.
 
     Args:
         x: [T, H, K] bf16.
         cos, sin: [T, rotary_dim / 2] fp32.
+        interleaved: angle i turns channels 2 i and 2 i + 1 (DeepSeek, GLM), else channels i and i + rotary_dim / 2 (GPT-NeoX).
 
     Returns:
         [T, H, K] bf16, rotation in fp32, one rounding; other channels unchanged. Differentiable in ``x``.

@@ -23,26 +23,29 @@ def rope_table(positions, rotary_dim, theta):
     return math.cos_sin(angle)
 
 
-def _rotate(x, cos, sin):
+def _rotate(x, cos, sin, interleaved):
     """fp32 rotation of the leading channels of each head: two products, then one addition, each rounded."""
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat([r.to(x.dtype) for r in rotated] + [x[..., 2 * half :]], -1)
+    turning, rest = x.split((2 * half, x.shape[-1] - 2 * half), -1)
+    first, second = (part.float() for part in (turning.unflatten(-1, (half, 2)).unbind(-1) if interleaved else turning.chunk(2, -1)))
+    rotated = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
+    turned = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
+    return torch.cat([turned, rest], -1)
 
 
 class _ApplyRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin):
+    def forward(ctx, x, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
+        return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
-def apply_rope(x, cos, sin):
-    return _ApplyRope.apply(x, cos, sin)
+def apply_rope(x, cos, sin, *, interleaved=False):
+    return _ApplyRope.apply(x, cos, sin, interleaved)

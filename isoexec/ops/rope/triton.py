@@ -57,7 +57,7 @@ def table_kernel(positions, frequencies, cos_out, sin_out, size, HALF: tl.conste
 
 @triton.jit
 def rotate_kernel(x, cos, sin, y, count, inner, outer, step, heads, K: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr,
-                  R: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
+                  R: tl.constexpr, BACK: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
     """R heads per program. ``BACK``: by minus the angle."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     c = tl.arange(0, N)[None, :]
@@ -65,9 +65,14 @@ def rotate_kernel(x, cos, sin, y, count, inner, outer, step, heads, K: tl.conste
     source = x + row_offset(row, inner, outer, step)[:, None]
     v = tl.load(source + c, mask=here, other=0.0)
     turns = here & (c < 2 * HALF)
-    first = c < HALF
-    partner = tl.load(source + tl.where(first, c + HALF, c - HALF), mask=turns, other=0.0).to(tl.float32)
-    angle = (row // heads).to(tl.int64)[:, None] * HALF + tl.where(first, c, c - HALF)
+    if INTERLEAVED:
+        first = (c & 1) == 0
+        partner_at, angle_at = c ^ 1, c >> 1
+    else:
+        first = c < HALF
+        partner_at, angle_at = tl.where(first, c + HALF, c - HALF), tl.where(first, c, c - HALF)
+    partner = tl.load(source + partner_at, mask=turns, other=0.0).to(tl.float32)
+    angle = (row // heads).to(tl.int64)[:, None] * HALF + angle_at
     a = v.to(tl.float32) * tl.load(cos + angle, mask=turns, other=0.0)
     b = partner * tl.load(sin + angle, mask=turns, other=0.0)
     rotated = tl.where(first, a + b, a - b) if BACK else tl.where(first, a - b, a + b)
@@ -92,33 +97,35 @@ def rope_table(positions, rotary_dim, theta):
     return cos, sin
 
 
-def _rotate(x, cos, sin, back):
+def _rotate(x, cos, sin, back, interleaved):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         xs, (heads, K) = rows_of(x), x.shape[-2:]
         N = power_of_two(K)
         R = max(2048 // N, 1)
         rotate_kernel[triton.cdiv(xs.count, R),](
-            xs.x, cos, sin, y, xs.count, *xs.address, heads, K, N, cos.shape[-1], R, BACK=back, num_warps=4, **COMPILE
-        )
+            xs.x, cos, sin, y, xs.count, *xs.address, heads, K, N, cos.shape[-1], R, BACK=back, INTERLEAVED=interleaved, num_warps=4,
+            **COMPILE,
+        )  # fmt: skip
     return y
 
 
 class _ApplyRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin):
+    def forward(ctx, x, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, False)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, False, interleaved)
 
     @staticmethod
     def backward(ctx, grad):
-        return _rotate(grad, *ctx.saved_tensors, True), None, None
+        return _rotate(grad, *ctx.saved_tensors, True, ctx.interleaved), None, None, None
 
 
-def apply_rope(x, cos, sin):
+def apply_rope(x, cos, sin, *, interleaved=False):
     want = (*x.shape[:-2], cos.shape[-1])
     if x.dim() != 3 or x.dtype != torch.bfloat16 or cos.shape != want or sin.shape != want or 2 * cos.shape[-1] > x.shape[-1]:
         raise ContractError(
             f"rope.apply_rope: expected x [T, H, K] bf16 and cos, sin [T, rotary_dim / 2], found {tuple(x.shape)} {x.dtype}, {tuple(cos.shape)}"
         )
-    return _ApplyRope.apply(x, cos.contiguous(), sin.contiguous())
+    return _ApplyRope.apply(x, cos.contiguous(), sin.contiguous(), interleaved)
