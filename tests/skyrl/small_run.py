@@ -51,7 +51,7 @@ def small_config(model: Path, out: Path, overrides: list[str] = ()) -> dict:
             },
             "generator": {
                 "n_samples_per_prompt": 4,
-                "sampling_params": {"max_generate_length": RESPONSE, "temperature": 1.0},
+                "sampling_params": {"max_generate_length": RESPONSE, "temperature": 0.7},
                 "inference_engine": {
                     "enforce_eager": True,
                     "max_num_seqs": 16,

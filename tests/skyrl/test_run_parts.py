@@ -183,7 +183,7 @@ def config(tmp_path):
 def test_a_configuration_is_fitted_to_the_machine(config, tmp_path):
     found = resolve(config())
     assert found.trainer.seed == found.isoexec.seed == 7
-    assert found.trainer.ckpt_path == str(tmp_path / "out/checkpoints") and found.trainer.algorithm.temperature == 1.0
+    assert found.trainer.ckpt_path == str(tmp_path / "out/checkpoints") and found.trainer.algorithm.temperature == 0.7
     assert found.trainer.remove_microbatch_padding
     if not torch.cuda.is_available():
         assert not found.trainer.flash_attn and not found.generator.inference_engine.enable_ray_prometheus_stats
@@ -207,7 +207,7 @@ def test_a_configuration_is_fitted_to_the_machine(config, tmp_path):
         ("generator.sampling_params.top_p=0.9", "top_p: expected 1.0, found 0.9"),
         ("generator.sampling_params.top_k=5", "top_k"),
         ("generator.sampling_params.temperature=0.0", "temperature"),
-        ("trainer.algorithm.temperature=0.7", "trainer.algorithm.temperature"),
+        ("trainer.algorithm.temperature=1.0", "trainer.algorithm.temperature"),
         ("generator.inference_engine.enforce_eager=false", "enforce_eager"),
         ("trainer.remove_microbatch_padding=false", "remove_microbatch_padding"),
         ("generator.batched=true", "generator.batched"),

@@ -1,6 +1,6 @@
 """SkyRL's configuration with a section ``isoexec``, fitted to the machine and checked before anything starts."""
 
-import dataclasses
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,18 +73,14 @@ def resolve(config: TrainConfig | DictConfig | dict) -> TrainConfig:
     Raises:
         ConfigError: an entry is unknown, mistyped or asks for what the run cannot do.
     """
-    if isinstance(config, TrainConfig):
-        typed = dataclasses.replace(config)
-    else:
-        try:
-            typed = TrainConfig.from_dict_config(OmegaConf.create(config))
-        except (ValueError, TypeError, AssertionError) as error:
-            raise ConfigError(f"configuration: {error}") from error
-    _fit(typed)
-    _check(typed)
     try:
+        typed = copy.deepcopy(config) if isinstance(config, TrainConfig) else TrainConfig.from_dict_config(OmegaConf.create(config))
+        _fit(typed)
+        _check(typed)
         validate_cfg(typed)
-    except (AssertionError, ValueError, NotImplementedError) as error:
+    except ConfigError:
+        raise
+    except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError) as error:  # SkyRL checks some types by using them
         raise ConfigError(f"configuration: {error}") from error
     return typed
 

@@ -56,10 +56,12 @@ class PolicyWorker(MegatronPolicyWorkerBase):
         if dist.is_initialized():
             return
         timeout = datetime.timedelta(seconds=SKYRL_WORKER_NCCL_TIMEOUT_IN_S)
+        if self._world_size == 1 or os.environ["MASTER_ADDR"].startswith("127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens, even alone
         if self._world_size > 1:
             dist.init_process_group("gloo", timeout=timeout)
             return
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens, even alone; a TCP store would too, on every interface
+        # A store over TCP would listen, on every interface.
         self._store = tempfile.TemporaryDirectory(prefix="isoexec-")
         store = dist.FileStore(os.path.join(self._store.name, "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
