@@ -284,3 +284,84 @@ def test_a_reward_that_is_no_number_is_refused(reward):
     _check_rewards([0.0, 1, [0.5, 0.5]])
     with pytest.raises(RewardError, match="reward of response 1"):
         _check_rewards([0.0, reward])
+
+
+class Disk:
+    """Saves one file for the policy, as the policy workers do; or fails half-way, as they do on a full disk."""
+
+    def __init__(self):
+        self.full = False
+
+    def save_checkpoint(self, role, folder):
+        from pathlib import Path
+
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "rank-0.safetensors").write_bytes(b"half")
+        if self.full:
+            raise OSError(28, "No space left on device")
+        (Path(folder) / "rank-0.json").write_text("{}")
+
+    def load_checkpoint(self, role, folder):
+        self.loaded = folder
+
+
+@pytest.fixture
+def saving(tmp_path):
+    """``saving(step=0, **section)`` -> a trainer that saves to and loads from a disk."""
+    from skyrl.train.utils.trainer_utils import ResumeMode
+
+    from isoexec.runtimes.skyrl.config import IsoExecConfig
+    from isoexec.runtimes.skyrl.trainer import Trainer
+
+    disk = Disk()
+
+    def trainer(step=0, contract="digest", mode=ResumeMode.LATEST, path=None, **section):
+        made = Trainer.__new__(Trainer)
+        made._own, made._contract, made.resume_mode = IsoExecConfig(**{"seed": 1, **section}), contract, mode
+        made.global_step, made.dispatch = step, disk
+        made.train_dataloader = PromptStream(Prompts(8), 2, seed=1)
+        made.train_dataloader.taken = 3 * step
+        made.cfg = SimpleNamespace(
+            trainer=SimpleNamespace(ckpt_path=str(tmp_path), max_ckpts_to_keep=2, max_training_steps=9, resume_path=path)
+        )
+        return made
+
+    trainer.disk = disk
+    return trainer
+
+
+def test_a_checkpoint_is_whole_or_not_there(saving, tmp_path):
+    assert saving().load_checkpoints() == (0, None)
+    for step in (1, 2, 3):
+        saving(step).save_checkpoints()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_2", "global_step_3", "latest_ckpt_global_step.txt"]
+    saving.disk.full = True
+    with pytest.raises(OSError, match="No space left"):
+        saving(4).save_checkpoints()
+    resumed = saving()
+    assert resumed.load_checkpoints() == (3, str(tmp_path / "global_step_3"))
+    assert resumed.train_dataloader.taken == 9 and saving.disk.loaded == str(tmp_path / "global_step_3/policy")
+    saving.disk.full = False
+    saving(4).save_checkpoints()  # over what the failed one left
+    assert not list(tmp_path.glob(".*")) and saving().load_checkpoints()[0] == 4
+
+
+def test_a_checkpoint_of_another_run_is_refused(saving, tmp_path):
+    from skyrl.train.utils.trainer_utils import ResumeMode
+
+    saving(2).save_checkpoints()
+    with pytest.raises(ConfigError, match="seed: this run has 5, the checkpoint 1"):
+        saving(seed=5).load_checkpoints()
+    with pytest.raises(ConfigError, match="contract: this run has None"):
+        saving(contract=None).load_checkpoints()
+    with pytest.raises(ConfigError, match="resume_path.*nowhere"):
+        saving(mode=ResumeMode.FROM_PATH, path="/nowhere/global_step_1").load_checkpoints()
+    assert saving(mode=ResumeMode.FROM_PATH, path=str(tmp_path / "global_step_2")).load_checkpoints()[0] == 2
+    assert saving(mode=ResumeMode.NONE).load_checkpoints() == (0, None)
+    finished = saving()
+    finished.cfg.trainer.max_training_steps = 2
+    with pytest.raises(ConfigError, match="max_training_steps: expected more than the checkpoint's 2"):
+        finished.load_checkpoints()
+    (tmp_path / "global_step_2/trainer.json").write_text("{")
+    with pytest.raises(ConfigError, match="global_step_2"):
+        saving().load_checkpoints()

@@ -45,7 +45,7 @@ class StepLog(TrainingCallback):
 
     def on_log(self, trainer, callback_input, control) -> None:
         line = step_line(callback_input.global_step, callback_input.logs)
-        if line["step"] == 0 and any(old["step"] == 0 for old in read_steps(self.path)):
+        if line["step"] > 0 and "seconds" not in line:  # a resumed run evaluates what the step before it has evaluated
             return
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

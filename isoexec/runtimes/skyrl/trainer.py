@@ -102,6 +102,10 @@ class Trainer(RayPPOTrainer):
 
     # --- the comparison ---------------------------------------------------------------------------------------------------------
 
+    def _skip_policy_forward(self, training_input) -> bool:
+        """Never: losses that do not read the policy's own logprobs are compared all the same."""
+        return False
+
     def fwd_logprobs_values_reward(self, training_input):
         training_input = super().fwd_logprobs_values_reward(training_input)
         found = mismatch.compare(training_input["rollout_logprobs"], training_input["action_log_probs"], training_input["loss_mask"])
