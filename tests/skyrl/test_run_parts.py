@@ -39,7 +39,7 @@ def uids(stream, batches):
 
 def test_an_epoch_takes_each_prompt_once_and_the_next_in_another_order():
     batches = uids(PromptStream(Prompts(8), 2, seed=1), 8)
-    first, second = sum(batches[:4], []), sum(batches[4:], [])
+    first, second = ([uid for batch in epoch for uid in batch] for epoch in (batches[:4], batches[4:]))
     assert sorted(first) == [f"{i}@0" for i in range(8)] and sorted(second) == [f"{i}@1" for i in range(8)]
     assert [u[:-2] for u in first] != [u[:-2] for u in second]
 
@@ -149,7 +149,7 @@ def test_a_line_holds_the_step_at_full_precision(tmp_path):
     logs = {"sampled/reward": 1 / 3, "policy/final_loss": 1e-17, "timing/generate": 2.5, "eval/all/avg_score": 0.1, "other": 1}
     path = tmp_path / "steps.jsonl"
     log = steps.StepLog(path)
-    trainer, at = None, lambda step, logs=None: SimpleNamespace(global_step=step, logs=logs)  # noqa: E731
+    trainer, at = None, lambda step, logs=None: SimpleNamespace(global_step=step, logs=logs)
     log.on_train_start(trainer, at(0), None)
     for step in (1, 2, 3):
         log.on_log(trainer, at(step, logs), None)

@@ -25,7 +25,7 @@ def run(model: Path, out: Path, *overrides: str) -> subprocess.CompletedProcess:
     environment.pop("ISOEXEC_CONTRACT", None)
     return subprocess.run(
         [sys.executable, "small_run.py", str(model), str(out), *overrides],
-        cwd=HERE, env=environment, capture_output=True, text=True, timeout=900,
+        cwd=HERE, env=environment, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
 
 

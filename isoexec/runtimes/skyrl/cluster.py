@@ -80,13 +80,13 @@ def _processes(config: TrainConfig) -> int:
 
 def _cpu_cluster(config: TrainConfig) -> dict:
     processes = _processes(config)
-    return dict(
-        num_gpus=processes,
-        num_cpus=2 * processes + 2,
-        object_store_memory=_OBJECT_STORE,
-        _node_ip_address=_LOOPBACK,
-        _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
-    )
+    return {
+        "num_gpus": processes,
+        "num_cpus": 2 * processes + 2,
+        "object_store_memory": _OBJECT_STORE,
+        "_node_ip_address": _LOOPBACK,
+        "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+    }
 
 
 class ProcessPlacement(ResolvedPlacementGroup):
