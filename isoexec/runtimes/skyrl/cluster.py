@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import ray
+from loguru import logger
 from ray.util.placement_group import placement_group, placement_group_table
 from skyrl.train.utils.utils import ResolvedPlacementGroup, get_ray_pg_ready_with_timeout, prepare_runtime_environment
 
@@ -59,7 +60,7 @@ def start(config: TrainConfig, variables: dict[str, str]) -> None:
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         here = {} if uses_gpus() else _cpu_cluster(config)
-        ray.init(include_dashboard=False, runtime_env=runtime, **here)
+        _begin(include_dashboard=False, runtime_env=runtime, **here)
     wanted = _processes(config)
     found = ray.cluster_resources().get("GPU", 0)
     if found < wanted:
@@ -68,6 +69,19 @@ def start(config: TrainConfig, variables: dict[str, str]) -> None:
             f"placement: expected {wanted} GPUs in the Ray cluster, found {found:g}; use fewer, or (where there are none) start Ray's "
             "nodes with --num-gpus to count processes"
         )
+
+
+def _begin(**arguments) -> None:
+    """``ray.init``, again where a busy machine did not start a node within the 30 s that Ray grants it."""
+    for last in (False, False, True):
+        try:
+            ray.init(**arguments)
+            return
+        except Exception as error:  # Ray raises no narrower one
+            ray.shutdown()
+            if last or "timed out during startup" not in str(error):
+                raise
+            logger.warning(f"starting Ray again: {error}")
 
 
 def _processes(config: TrainConfig) -> int:
