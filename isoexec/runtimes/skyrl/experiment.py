@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import ray
@@ -16,7 +17,7 @@ from skyrl.utils.tok import get_tokenizer
 from isoexec.runtimes.skyrl import cluster
 from isoexec.runtimes.skyrl.actors import EngineActor, PolicyActor, engine_request
 from isoexec.runtimes.skyrl.client import InferenceClient
-from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig
+from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, uses_gpus
 from isoexec.runtimes.skyrl.generator import SeededGenerator
 from isoexec.runtimes.skyrl.trainer import Trainer, stop_actors
 
@@ -121,10 +122,13 @@ class Experiment(BasePPOExp):
             colocate_pg=self.colocate_pg,
         )
         self.trainer.trajectory_logger = self.get_trajectory_logger()
-        # The policy is built while the engines start: both spend most of it importing.
-        self.trainer.build_models(PolicyActor, None, None)
-        ray.get(starting)
-        self._connect(client)
+        if uses_gpus() and self.cfg.trainer.placement.colocate_all:  # the policy needs the memory that the engines free when they sleep
+            self._connect(client, starting)
+            asyncio.run(client.sleep())
+            self.trainer.build_models(PolicyActor, None, None)
+        else:  # both spend most of their start importing
+            self.trainer.build_models(PolicyActor, None, None)
+            self._connect(client, starting)
         return self.trainer
 
     def _engine_processes(self) -> int:
@@ -153,7 +157,9 @@ class Experiment(BasePPOExp):
             )
         return [reference for group in self._groups for reference in group.start(blocking=False)]
 
-    def _connect(self, client: InferenceClient) -> None:
+    def _connect(self, client: InferenceClient, starting: list) -> None:
+        """Wait for the engines and tell the client where they are."""
+        ray.get(starting)
         urls = [info.url for group in self._groups for info in group.server_infos]
         if len(urls) == 1:
             client.connect(urls[0], urls, routed=False)
