@@ -286,6 +286,42 @@ def test_a_reward_that_is_no_number_is_refused(reward):
         _check_rewards([0.0, reward])
 
 
+@pytest.fixture
+def experiment(tmp_path_factory, tmp_path, monkeypatch):
+    """``experiment(*overrides, rows=None)`` puts a run together, up to where Ray would start."""
+    from pathlib import Path
+
+    from isoexec.runtimes.skyrl.experiment import Experiment
+    from isoexec.verify.checkpoint import make_checkpoint
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    model = tmp_path_factory.getbasetemp() / "experiment-model"
+    if not model.exists():
+        make_checkpoint(model, num_hidden_layers=1)
+
+    def make(*overrides, rows=None):
+        content = small_config(model, tmp_path / "out", list(overrides))
+        if rows is not None:
+            Path(content["data"]["train_data"][0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return Experiment(resolve(content), None)
+
+    return make
+
+
+def test_data_and_environment_are_looked_at_before_anything_starts(experiment):
+    assert len(experiment().train_dataset) == 16
+    for override, message in (
+        ("isoexec.environments={parity: 'no_such_module:Env'}", "isoexec.environments.parity.*no_such_module"),
+        ("isoexec.environments={parity: 'parity_env:Other'}", "isoexec.environments.parity.*Other"),
+        ("environment.env_class=unheard_of", "environment.env_class.*unheard_of"),
+        ("trainer.max_prompt_length=3", "data.train_data: no prompt of at most trainer.max_prompt_length = 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            experiment(override)
+    with pytest.raises(ConfigError, match="data.train_data.*no column.*prompt"):
+        experiment(rows=[{"question": "say 1"}])
+
+
 class Disk:
     """Saves one file for the policy, as the policy workers do; or fails half-way, as they do on a full disk."""
 

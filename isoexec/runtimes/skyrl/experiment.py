@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from pathlib import Path
 
 import ray
@@ -54,6 +55,11 @@ class Experiment(BasePPOExp):
 
     def _register_environments(self) -> None:
         for name, entry in self.cfg.isoexec.environments.items():
+            module, _, cls = entry.partition(":")
+            try:  # skyrl-gym would import it in the first step
+                getattr(importlib.import_module(module), cls)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ConfigError(f"isoexec.environments.{name}: {entry!r}: {error}; expected 'module:Class' on the Python path") from error
             skyrl_gym.register(id=name, entry_point=entry)
         try:
             skyrl_gym.spec(self.cfg.environment.env_class)
