@@ -14,6 +14,7 @@ from skyrl.backends.skyrl_train.inference_servers.server_group import ServerGrou
 from skyrl.train.dataset import PromptDataset
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.utils.tok import get_tokenizer
+from skyrl_gym.envs.registration import registry
 
 from isoexec.runtimes.skyrl import cluster
 from isoexec.runtimes.skyrl.actors import EngineActor, PolicyActor, engine_request
@@ -60,7 +61,11 @@ class Experiment(BasePPOExp):
                 getattr(importlib.import_module(module), cls)
             except (ImportError, AttributeError, ValueError) as error:
                 raise ConfigError(f"isoexec.environments.{name}: {entry!r}: {error}; expected 'module:Class' on the Python path") from error
-            skyrl_gym.register(id=name, entry_point=entry)
+            known = registry.get(name)
+            if known is None:
+                skyrl_gym.register(id=name, entry_point=entry)
+            elif known.entry_point != entry:
+                raise ConfigError(f"isoexec.environments.{name}: this name stands for {known.entry_point!r} already; choose another")
         try:
             skyrl_gym.spec(self.cfg.environment.env_class)
         except Exception as error:
