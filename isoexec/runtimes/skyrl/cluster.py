@@ -14,9 +14,9 @@ from skyrl.train.utils.utils import ResolvedPlacementGroup, get_ray_pg_ready_wit
 from isoexec.contract import CONTRACT_VARIABLE
 from isoexec.runtimes.skyrl.config import SYNC_VARIABLE, ConfigError, TrainConfig, uses_gpus
 
-_LOOPBACK = "127.0.0.1"
 _OBJECT_STORE = 256 << 20  # bytes; a batch of prompts and logprobs is small
-_TIMEOUT = 180
+_TIMEOUT = 180  # seconds for placement
+_ATTEMPTS = 4
 
 #: Environment of every actor on the CPU: one thread each, nothing that compiles, nothing that looks for GPUs.
 _CPU_ENVIRONMENT = {
@@ -72,14 +72,14 @@ def start(config: TrainConfig, variables: dict[str, str]) -> None:
 
 
 def _begin(**arguments) -> None:
-    """``ray.init``, again where a busy machine did not start a node within the 30 s that Ray grants it."""
-    for last in (False, False, True):
+    """``ray.init``, again where a busy machine did not start the node's agents within the seconds that Ray grants them."""
+    for attempt in range(_ATTEMPTS):
         try:
             ray.init(**arguments)
             return
         except Exception as error:  # Ray raises no narrower one
             ray.shutdown()
-            if last or "timed out during startup" not in str(error):
+            if attempt == _ATTEMPTS - 1 or "timed out during startup" not in str(error):
                 raise
             logger.warning(f"starting Ray again: {error}")
 
@@ -98,9 +98,14 @@ def _cpu_cluster(config: TrainConfig) -> dict:
         "num_gpus": processes,
         "num_cpus": 2 * processes + 2,
         "object_store_memory": _OBJECT_STORE,
-        "_node_ip_address": _LOOPBACK,
+        "_node_ip_address": _loopback(os.getpid()),
         "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
     }
+
+
+def _loopback(process: int) -> str:
+    """An address of the loopback interface for a process. Ray takes 127.0.0.1 for a mistake, and runs must not meet on its fixed ports."""
+    return f"127.{64 + (process >> 16) % 64}.{(process >> 8) % 256}.{1 + process % 254}"
 
 
 class ProcessPlacement(ResolvedPlacementGroup):
