@@ -87,7 +87,7 @@ class Experiment(BasePPOExp):
                 raise ConfigError(f"{name}: no file {file!r}; expected parquet or JSON lines")
         longest = self.cfg.trainer.max_prompt_length
         try:
-            found = PromptDataset(datasets=files, tokenizer=self.tokenizer, max_prompt_length=longest, num_workers=1)
+            found = PromptDataset(datasets=files, tokenizer=self.tokenizer, max_prompt_length=longest, num_workers=0)
         except KeyError as error:
             raise ConfigError(f"{name}: {files}: no column {error}; a prompt is a list of messages in 'prompt'") from error
         if not len(found):
