@@ -108,6 +108,7 @@ REGIONS: dict[str, tuple[Region, ...]] = {
     "Qwen3_5ForConditionalGeneration": _HYBRID,
     "Qwen3_5MoeForCausalLM": _HYBRID + _EXPERTS,
     "Qwen3_5MoeForConditionalGeneration": _HYBRID + _EXPERTS,
+    "Glm4MoeLiteForCausalLM": _QWEN3 + _DENSE_MLP + _EXPERTS,
 }
 
 
@@ -128,12 +129,18 @@ def is_hybrid(architecture: str) -> bool:
     return any(region.name == "gdn_core" for region in REGIONS.get(architecture, ()))
 
 
+#: Architectures whose router adds a bias per expert to the scores that it ranks.
+BIASED_ROUTERS = ("Glm4MoeLiteForCausalLM",)
+
+
 def dtypes(architecture: str) -> dict[str, str]:
     """dtype of every parameter (by the end of its name; ``*``: of all others), buffer and state."""
     found = {"*": "bfloat16", "kv_cache": "bfloat16", "logits": "float32", "logprobs": "float32", "rope_table": "float32"}
     if is_hybrid(architecture):
         # exp(A_log) of a bf16 A_log is another number; a bf16 state makes every split of a sequence visible.
         found |= {"A_log": "float32", "dt_bias": "float32", "gdn_state": "float32", "gdn_conv_window": "bfloat16"}
+    if architecture in BIASED_ROUTERS:
+        found["e_score_correction_bias"] = "float32"  # a rounded bias would choose other experts
     return found
 
 

@@ -29,6 +29,13 @@ _SIZES = (
     "shared_expert_intermediate_size",
     "num_experts",
     "num_experts_per_tok",
+    "n_routed_experts",
+    "n_shared_experts",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",
@@ -72,7 +79,8 @@ def contract_for_model(folder, backend: str) -> ExecutionContract:
     """
     config = read_config(folder)
     text = config.get("text_config", config)
-    experts = text.get("num_experts") or text.get("num_local_experts")  # the name depends on the release that wrote the file
+    # The name depends on the family, and on the release that wrote the file.
+    experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts")
     groups = combine_groups_for(experts) if experts else Numerics().combine_groups
     numerics = Numerics(row_leaves=_row_leaves(text), combine_groups=groups)
     return ExecutionContract(config["architectures"][0], backend, numerics, model=model_digest(config))
@@ -121,10 +129,15 @@ def _row_parallel_widths(config: dict) -> dict[str, int]:
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if not heads or not hidden:
         raise ContractError("config.json: num_attention_heads and hidden_size are missing")
-    widths = {"num_attention_heads * head_dim": heads * (config.get("head_dim") or hidden // heads)}
+    if config.get("kv_lora_rank"):  # latent attention: what a head puts out is as wide as its values
+        widths = {"num_attention_heads * v_head_dim": heads * config["v_head_dim"]}
+    else:
+        widths = {"num_attention_heads * head_dim": heads * (config.get("head_dim") or hidden // heads)}
     for name in ("intermediate_size", "shared_expert_intermediate_size"):
         if config.get(name):
             widths[name] = config[name]
+    if config.get("n_shared_experts"):
+        widths["n_shared_experts * moe_intermediate_size"] = config["n_shared_experts"] * config["moe_intermediate_size"]
     if config.get("linear_num_value_heads"):
         widths["linear_num_value_heads * linear_value_head_dim"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
     return widths

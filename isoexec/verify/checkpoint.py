@@ -40,6 +40,13 @@ def _qwen3_moe(sizes: dict):
     return Qwen3MoeForCausalLM, Qwen3MoeConfig(**(_COMMON_SIZES | _EXPERT_SIZES | dict(norm_topk_prob=True) | sizes))
 
 
+def _glm4_moe_lite(sizes: dict):
+    from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
+
+    common = {name: size for name, size in _COMMON_SIZES.items() if name != "head_dim"}
+    return Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**(common | _LATENT_SIZES | sizes))
+
+
 def _text(sizes: dict, family: str):
     import transformers
 
@@ -86,6 +93,24 @@ _COMMON_SIZES = dict(
 )
 
 _EXPERT_SIZES = dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=64)  # fewer than 4 terms of a sum hide a wrong order
+_LATENT_SIZES = dict(
+    num_key_value_heads=4,
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    qk_nope_head_dim=48,
+    qk_rope_head_dim=16,
+    v_head_dim=32,  # narrower than queries and keys, whose size the cache has
+    rope_parameters=dict(rope_type="default", rope_theta=1e6),
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    moe_intermediate_size=64,
+    n_shared_experts=2,
+    routed_scaling_factor=1.8,
+    n_group=1,
+    topk_group=1,
+    norm_topk_prob=True,
+)
 _HYBRID_SIZES = dict(
     mamba_ssm_dtype="float32",
     head_dim=64,
@@ -108,10 +133,11 @@ ARCHITECTURES: dict[str, Callable] = {
     "Qwen3_5ForConditionalGeneration": lambda sizes: _with_vision(sizes, "Qwen3_5"),
     "Qwen3_5MoeForCausalLM": lambda sizes: _text(sizes, "Qwen3_5Moe"),
     "Qwen3_5MoeForConditionalGeneration": lambda sizes: _with_vision(sizes, "Qwen3_5Moe"),
+    "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
 }
 
-#: Parameters of a Gated DeltaNet layer that stay fp32: exp(A_log) of a bf16 number is another decay.
-FP32_PARAMETERS = ("A_log", "dt_bias")
+#: Tensors that stay fp32: exp(A_log) of a bf16 number is another decay, and a rounded bias of the router chooses other experts.
+FP32_PARAMETERS = ("A_log", "dt_bias", "e_score_correction_bias")
 
 
 def make_checkpoint(folder, architecture: str = "Qwen3ForCausalLM", *, seed: int = 0, **size_overrides) -> Path:
@@ -167,6 +193,8 @@ def _spread_weights(model, generator) -> None:
         if hasattr(module, "A_log"):  # heads that forget within a few tokens and heads that remember hundreds
             module.A_log.uniform_(-6, 0, generator=generator)
             module.dt_bias.uniform_(-1, 1, generator=generator)
+        if hasattr(module, "e_score_correction_bias"):  # enough to change which experts a token takes
+            module.e_score_correction_bias.uniform_(-0.2, 0.2, generator=generator)
 
 
 def _round_parameters(model) -> None:

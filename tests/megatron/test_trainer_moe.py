@@ -115,7 +115,7 @@ def score(contract: str, model: str, sequences: list, layout: dict, plant: bool 
     return [(as_bits(s.logprobs).tolist(), s.row_digests) for s in scores]
 
 
-@pytest.mark.parametrize("architecture", [ARCHITECTURE, HYBRID])
+@pytest.mark.parametrize("architecture", [ARCHITECTURE, HYBRID, "Glm4MoeLiteForCausalLM"])
 def test_expert_parallel_layouts_have_the_bits_of_one_process(checkpoint_of, sequences, architecture, tmp_path):
     model, contract = checkpoint_of(architecture)
     one = on_ranks(1, score_and_step, contract, model, sequences, {}, str(tmp_path / "one"))[0]

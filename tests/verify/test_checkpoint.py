@@ -27,13 +27,14 @@ def test_entropy_of_text_it_was_not_scaled_on(folder):
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "Qwen3ForCausalLM"])
 def test_every_architecture(architecture, tmp_path):
-    """Loads back in HF, with fp32 where a bf16 number would be another decay, and predicts neither evenly nor with certainty."""
+    """Loads back in HF, with fp32 where a bf16 number would be another decay or bias, and predicts neither evenly nor with certainty."""
     from safetensors.torch import load_file
 
     folder = make_checkpoint(tmp_path, architecture, seed=3)
     dtypes = {name: tensor.dtype for name, tensor in load_file(folder / "model.safetensors").items()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {n for n in dtypes if n.endswith(FP32_PARAMETERS)}
     assert any(n.endswith("A_log") for n in dtypes) == ("3_5" in architecture)
+    assert any(n.endswith("e_score_correction_bias") for n in dtypes) == architecture.startswith("Glm")
     assert any("visual" in n for n in dtypes) == architecture.endswith("ConditionalGeneration")
 
     contract = contract_for_model(folder, "cpu")

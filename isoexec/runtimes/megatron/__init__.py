@@ -47,6 +47,16 @@ def module(cls: type) -> type:
     return modules.replacement(cls)
 
 
+def rotary_channels(config) -> int:
+    """Channels of the rotary table that ``GPTModel`` makes for all layers; 0: it makes none.
+
+    Upstream's latent attention makes a table in each layer; under a contract its layers take the model's as all others do.
+    """
+    if not config.multi_latent_attention:
+        return config.kv_channels
+    return 0 if active_contract() is None else config.qk_pos_emb_head_dim
+
+
 #: Arguments of ``GPTModel.forward`` that would bring in arithmetic the contract does not cover, and what to do instead.
 _REFUSED_ARGUMENTS = {
     "labels": "take logprobs from the logits with isoexec.ops.logprob",

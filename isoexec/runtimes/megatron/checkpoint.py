@@ -17,12 +17,12 @@ from isoexec.contract import ContractError, active_contract
 from isoexec.contract.manifest import Manifest, TensorDigest
 from isoexec.ops._core.digest import tensor_digest
 from isoexec.runtimes.megatron.hf_files import HFFiles
-from isoexec.runtimes.megatron.mapping import VOCABULARY, Entry, entries
+from isoexec.runtimes.megatron.mapping import EXPERT_BIAS, VOCABULARY, Entry, entries
 
 Tensor = torch.Tensor
 
-#: Ends of the names of buffers that no op of ours reads: the rope table is an op's, and routing has no bias.
-_UNREAD_BUFFERS = ("rotary_pos_emb.inv_freq",)
+#: Ends of the names of buffers that no op of ours reads: the rope table is an op's, and tokens are counted for the next step's bias.
+_UNREAD_BUFFERS = ("rotary_pos_emb.inv_freq", "router.local_tokens_per_expert")
 
 
 def load_hf(
@@ -75,7 +75,7 @@ def hf_tensors(
     layer_offset: int = 0,
     group=None,
     expert_group=None,
-    read: Callable[[torch.nn.Parameter], Tensor] = torch.Tensor.detach,
+    read: Callable[[torch.nn.Parameter], Tensor | None] = torch.Tensor.detach,
 ) -> dict[str, Tensor]:
     """Whole HF tensors of a ``GPTModel``'s parameters, copies on the CPU.
 
@@ -83,7 +83,7 @@ def hf_tensors(
         model, hf_config, layer_offset: as in :func:`load_hf`.
         group: tensor-parallel process group or None; every rank of it must call and gets the whole tensors.
         expert_group: expert-parallel process group or None; likewise.
-        read: what to export of a parameter: its value, or for example its gradient.
+        read: what to export of a parameter: its value, or for example its gradient; None leaves it out.
     """
     found = {}
     for entry, name, part in _hf_parts(model, hf_config, layer_offset, group, expert_group, read):
@@ -98,7 +98,7 @@ def hf_digests(model: torch.nn.Module, hf_config, *, layer_offset: int = 0, grou
         ContractError: a parameter or buffer of the model has no HF name, or one tensor was found twice with other bits.
     """
     unknown = set(global_parameters(model, layer_offset)) - {entry.name for entry in entries(hf_config)}
-    unknown |= {name for name, _ in model.named_buffers() if not name.endswith(_UNREAD_BUFFERS)}
+    unknown |= {name for name, _ in model.named_buffers() if not name.endswith(_UNREAD_BUFFERS)} - policy_tensors(model).keys()
     if unknown:
         raise ContractError(
             f"weights: {', '.join(sorted(unknown)[:4])} of the trainer have no HF name: the engine could lack them unseen; add them to "
@@ -142,6 +142,8 @@ def _hf_parts(model, hf_config, layer_offset: int, group, expert_group, read) ->
         if entry.name not in parameters:
             continue
         part = read(parameters[entry.name])
+        if part is None:
+            continue
         whole = part if entry.unshard is None else entry.unshard(_gather(part, group))
         if entry.hf[0] in VOCABULARY:
             whole = whole[: hf_config.get_text_config().vocab_size]
@@ -158,16 +160,22 @@ def gather_ranks(tensors: dict[str, Tensor], group) -> dict[str, Tensor]:
     return {name: tensor for rank in reversed(ranks) for name, tensor in rank.items()}
 
 
+def policy_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters by name, and the buffers without which the policy would be another one."""
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == EXPERT_BIAS}
+    return dict(model.named_parameters()) | biases
+
+
 def global_parameters(
     model: torch.nn.Module, layer_offset: int, expert_rank: int = 0, expert_ranks: int = 1
-) -> dict[str, torch.nn.Parameter]:
-    """Parameters by their names with global layer and expert indices."""
+) -> dict[str, Tensor]:
+    """:func:`policy_tensors` by their names with global layer and expert indices."""
 
     def renamed(name: str) -> str:
         name = re.sub(r"(decoder\.layers\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + layer_offset}", name)
         return re.sub(r"(local_experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + first_expert}", name)
 
-    named = dict(model.named_parameters())
+    named = policy_tensors(model)
     held = {m[2] for m in (re.search(r"(local_experts\.)(\d+)", name) for name in named) if m}
     first_expert = expert_rank * len(held) if expert_ranks > 1 else 0
     return {renamed(name): parameter for name, parameter in named.items()}

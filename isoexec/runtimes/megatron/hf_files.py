@@ -35,7 +35,8 @@ class HFFiles:
     def __init__(self, folder: str | Path):
         self._file_of = _file_of(Path(folder))
         self._nested = any(name.startswith(_LANGUAGE) for name in self._file_of)
-        self._carried = {name for name in self._file_of if name.startswith(_CARRIED)}
+        carried = _CARRIED + _prediction_layers(Path(folder))
+        self._carried = {name for name in self._file_of if name.startswith(carried)}
         self._stacked = any(_STACKED.fullmatch(name) for name in self._file_of)
         #: name -> stored name, expert in its first dimension or None, rows of it
         self._where: dict[str, tuple[str, int | None, slice]] = {}
@@ -95,6 +96,14 @@ def _stack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         found[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([parts[e, "gate"], parts[e, "up"]]) for e in range(count)])
         found[f"{prefix}.down_proj"] = torch.stack([parts[e, "down"] for e in range(count)])
     return found
+
+
+def _prediction_layers(folder: Path) -> tuple[str, ...]:
+    """Prefixes of multi-token-prediction layers, where a checkpoint numbers them after its decoder's."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers") or 0
+    return tuple(f"model.layers.{first + i}." for i in range(count))
 
 
 def _file_of(folder: Path) -> dict[str, Path]:

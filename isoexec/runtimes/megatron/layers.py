@@ -121,8 +121,8 @@ def dense_mlp():
     return functools.partial(MLP.as_mlp_submodule, submodules=mlp_submodules())
 
 
-def layer_spec(layer: type, contract: ExecutionContract, mixer: ModuleSpec, mlp, mixer_input: str = "linear_qkv") -> ModuleSpec:
-    """Spec of a :class:`ContractLayer`; ``mixer_input`` names the mixer's first matrix."""
+def layer_spec(layer: type, contract: ExecutionContract, mixer: ModuleSpec, mlp, mixer_input: str | None = "linear_qkv") -> ModuleSpec:
+    """Spec of a :class:`ContractLayer`; ``mixer_input``: the mixer's first matrix, if distributed checkpoints keep norms with it."""
     return ModuleSpec(
         module=layer,
         params={"contract": contract},
@@ -132,9 +132,13 @@ def layer_spec(layer: type, contract: ExecutionContract, mixer: ModuleSpec, mlp,
             pre_mlp_layernorm=modules.NormWeight,
             mlp=mlp,
             # Names in distributed checkpoints, as upstream's own specs write them.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": f"self_attention.{mixer_input}.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=(
+                {
+                    "input_layernorm.": f"self_attention.{mixer_input}.layer_norm_",
+                    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+                }
+                if mixer_input
+                else {}
+            ),
         ),
     )

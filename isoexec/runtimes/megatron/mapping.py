@@ -25,6 +25,7 @@ class Sizes(NamedTuple):
         tied: whether the output layer is the embedding.
         sparse: per layer whether its MLP is routed experts.
         experts: routed experts of a sparse layer.
+        shared: whether a sparse layer has a shared expert without a gate.
         linear: per layer whether its mixer is Gated DeltaNet.
         keys, values: channels of all its keys (or queries), of all its values.
         value_heads: its value heads.
@@ -37,6 +38,7 @@ class Sizes(NamedTuple):
     tied: bool
     sparse: tuple[bool, ...] = ()
     experts: int = 0
+    shared: bool = False
     linear: tuple[bool, ...] = ()
     keys: int = 0
     values: int = 0
@@ -179,6 +181,29 @@ def _qwen3_5_layer(i: int, ours: str, hf: str, sizes: Sizes) -> Iterator[Entry]:
     yield _replicated(f"{ours}.mlp.shared_experts.gate_weight", f"{hf}.mlp.shared_expert_gate.weight")
 
 
+def _latent_attention(ours: str, hf: str) -> Iterator[Entry]:
+    """Rows of the up-projections lie head by head; a shard holds whole heads. The down-projections are whole on every rank."""
+    ours, hf = f"{ours}.self_attention", f"{hf}.self_attn"
+    yield _replicated(f"{ours}.linear_q_down_proj.weight", f"{hf}.q_a_proj.weight")
+    yield _replicated(f"{ours}.q_layernorm.weight", f"{hf}.q_a_layernorm.weight")
+    yield _sharded(f"{ours}.linear_q_up_proj.weight", f"{hf}.q_b_proj.weight", 0)
+    yield _replicated(f"{ours}.linear_kv_down_proj.weight", f"{hf}.kv_a_proj_with_mqa.weight")
+    yield _replicated(f"{ours}.kv_layernorm.weight", f"{hf}.kv_a_layernorm.weight")
+    yield _sharded(f"{ours}.linear_kv_up_proj.weight", f"{hf}.kv_b_proj.weight", 0)
+    yield _sharded(f"{ours}.linear_proj.weight", f"{hf}.o_proj.weight", 1)
+
+
+def _glm4_moe_lite_layer(i: int, ours: str, hf: str, sizes: Sizes) -> Iterator[Entry]:
+    yield from _latent_attention(ours, hf)
+    if not sizes.sparse[i]:
+        yield from _mlp(f"{ours}.mlp", f"{hf}.mlp")
+        return
+    yield from _experts(ours, hf, sizes)
+    yield _replicated(f"{ours}.mlp.router.{EXPERT_BIAS}", f"{hf}.mlp.gate.e_score_correction_bias", fp32=True, recast=True)
+    if sizes.shared:
+        yield from _mlp(f"{ours}.mlp.shared_experts", f"{hf}.mlp.shared_experts")
+
+
 def _model(layer: Callable[..., Iterator[Entry]], sizes: Sizes) -> Iterator[Entry]:
     yield _sharded("embedding.word_embeddings.weight", "model.embed_tokens.weight", 0)
     for i in range(sizes.layers):
@@ -191,6 +216,9 @@ def _model(layer: Callable[..., Iterator[Entry]], sizes: Sizes) -> Iterator[Entr
     yield _sharded("output_layer.weight", "model.embed_tokens.weight" if sizes.tied else "lm_head.weight", 0)
 
 
+#: A buffer that is part of the policy as parameters are: it decides which experts a token takes.
+EXPERT_BIAS = "expert_bias"
+
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 #: HF architecture -> entries of layer i.
@@ -201,6 +229,7 @@ LAYERS: dict[str, Callable[..., Iterator[Entry]]] = {
     "Qwen3_5ForConditionalGeneration": _qwen3_5_layer,
     "Qwen3_5MoeForCausalLM": _qwen3_5_layer,
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5_layer,
+    "Glm4MoeLiteForCausalLM": _glm4_moe_lite_layer,
 }
 
 
@@ -217,11 +246,29 @@ def architecture_of(hf_config) -> str:
 
 
 def sparse_layers(text) -> tuple[bool, ...]:
-    """Per layer of an HF text config whether its MLP is routed experts."""
-    if not getattr(text, "num_experts", None):
+    """Per layer of an HF text config whether its MLP is routed experts.
+
+    Raises:
+        ContractError: the two ways in which a config says it disagree.
+    """
+    if not experts_of(text):
         return (False,) * text.num_hidden_layers
+    kinds, dense_first = getattr(text, "mlp_layer_types", None), getattr(text, "first_k_dense_replace", None)
+    if kinds:
+        sparse = tuple(kind == "sparse" for kind in kinds)
+        if dense_first is not None and sparse != tuple(i >= dense_first for i in range(len(sparse))):
+            raise ContractError(
+                f"mlp_layer_types: expected {dense_first} dense layers and then sparse ones, as first_k_dense_replace says and vLLM reads, "
+                f"found {list(kinds)}; make the two entries of config.json agree"
+            )
+        return sparse
     step, dense = getattr(text, "decoder_sparse_step", 1), getattr(text, "mlp_only_layers", None) or ()
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(text.num_hidden_layers))
+
+
+def experts_of(text) -> int:
+    """Routed experts of a sparse layer of an HF text config; 0 where it has none."""
+    return getattr(text, "num_experts", None) or getattr(text, "n_routed_experts", None) or 0
 
 
 def linear_layers(text) -> tuple[bool, ...]:
@@ -247,7 +294,8 @@ def sizes_of(text) -> Sizes:
         layers=text.num_hidden_layers,
         tied=text.tie_word_embeddings,
         sparse=sparse_layers(text),
-        experts=getattr(text, "num_experts", None) or 0,
+        experts=experts_of(text),
+        shared=bool(getattr(text, "n_shared_experts", None)),
         **linear,
     )
 

@@ -8,17 +8,17 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from isoexec.contract import ContractError
 from isoexec.contract.manifest import Manifest
 from isoexec.runtimes.megatron import checkpoint, native
-from isoexec.runtimes.megatron.mapping import architecture_of, linear_layers, sparse_layers
+from isoexec.runtimes.megatron.mapping import architecture_of, experts_of, linear_layers, sparse_layers
 
 
 def transformer_config(hf_config, groups, *, sequence_parallel: bool = False, aux_loss: float = 0.0, **overrides) -> TransformerConfig:
-    """Megatron's configuration of an HF Qwen3 or Qwen3.5 model, bf16.
+    """Megatron's configuration of an HF model, bf16.
 
     Args:
         hf_config: transformers config.
@@ -72,13 +72,18 @@ def transformer_config(hf_config, groups, *, sequence_parallel: bool = False, au
         fields |= _expert_fields(text, aux_loss)
     if any(linear_layers(text)):
         fields |= _hybrid_fields(text)
-    return TransformerConfig(**{**fields, **overrides})
+    latent = getattr(text, "kv_lora_rank", None) is not None
+    if latent:
+        fields |= _latent_fields(text)
+    return (MLATransformerConfig if latent else TransformerConfig)(**{**fields, **overrides})
 
 
 def _expert_fields(text, aux_loss: float) -> dict:
-    shared = getattr(text, "shared_expert_intermediate_size", None)
+    gated = getattr(text, "shared_expert_intermediate_size", None)
+    shared = gated or (getattr(text, "n_shared_experts", None) or 0) * text.moe_intermediate_size or None
+    router = _sigmoid_router(text) if hasattr(text, "routed_scaling_factor") else {}
     return dict(
-        num_moe_experts=text.num_experts,
+        num_moe_experts=experts_of(text),
         moe_layer_freq=[int(sparse) for sparse in sparse_layers(text)],
         moe_ffn_hidden_size=text.moe_intermediate_size,
         moe_router_topk=text.num_experts_per_tok,
@@ -88,7 +93,40 @@ def _expert_fields(text, aux_loss: float) -> dict:
         moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
         moe_aux_loss_coeff=aux_loss,
         moe_shared_expert_intermediate_size=shared,
-        moe_shared_expert_gate=shared is not None,
+        moe_shared_expert_gate=gated is not None,
+        **router,
+    )
+
+
+def _sigmoid_router(text) -> dict:
+    if not text.norm_topk_prob:
+        raise ContractError("norm_topk_prob: expected true, found false: Megatron's sigmoid router renormalises; use another checkpoint")
+    grouped = text.n_group > 1
+    return dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=text.routed_scaling_factor,
+        moe_router_num_groups=text.n_group if grouped else None,
+        moe_router_group_topk=text.topk_group if grouped else None,
+    )
+
+
+def _latent_fields(text) -> dict:
+    if text.q_lora_rank is None or text.attention_bias or not text.rope_interleave:
+        raise ContractError(
+            f"latent attention: expected a q_lora_rank, no attention_bias and rope_interleave, found {text.q_lora_rank}, "
+            f"{text.attention_bias} and {text.rope_interleave}; the model function covers no other"
+        )
+    return dict(
+        multi_latent_attention=True,
+        q_lora_rank=text.q_lora_rank,
+        kv_lora_rank=text.kv_lora_rank,
+        qk_head_dim=text.qk_nope_head_dim,
+        qk_pos_emb_head_dim=text.qk_rope_head_dim,
+        v_head_dim=text.v_head_dim,
+        kv_channels=text.v_head_dim,  # by which upstream's local attention sizes its output
+        rope_type="rope",
+        rotary_base=rope_theta(text),
     )
 
 
@@ -139,7 +177,11 @@ def build_model(hf_config, config: TransformerConfig, groups, device, *, padded:
         share_embeddings_and_output_weights=text.tie_word_embeddings,
         pg_collection=groups,
     )
-    return Float16Module(config, model).to(device)
+    float16 = Float16Module(config, model).to(device)
+    for module in model.modules():
+        if hasattr(module, "_maintain_float32_expert_bias"):  # upstream does so at the first forward pass; a checkpoint comes before
+            module._maintain_float32_expert_bias()
+    return float16
 
 
 def load(model: GPTModel, hf_config, folder, groups) -> None:

@@ -29,6 +29,20 @@ class RowWeight(RowParallelLinear):
         return self.weight
 
 
+class ReplicatedWeight(torch.nn.Module):
+    """[N, K] bf16 on every rank; its gradient summed over tensor-parallel ranks when they hold different tokens."""
+
+    def __init__(self, config, rows: int, columns: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+        if config.perform_initialization:
+            config.init_method(self.weight)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
 class NormWeight(torch.nn.Module):
     """[hidden_size], ones; replicated, its gradient summed over tensor-parallel ranks when they hold different tokens."""
 

@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from isoexec.models.qwen3_5 import MLP
 from isoexec.models.qwen3_5_moe import SharedExpert
 from isoexec.models.qwen3_moe import SparseMLP
 from isoexec.ops import moe
@@ -21,10 +22,20 @@ Tensor = torch.Tensor
 
 
 class RouterWeight(TopKRouter):
-    """[E, D] bf16 on every rank."""
+    """[E, D] bf16 on every rank, with sigmoid scores also a bias [E] fp32 that balances the experts' load."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.enable_expert_bias:  # integers: a cast of the model to bf16 passes them by, and no sum is rounded
+            self.local_tokens_per_expert = self.local_tokens_per_expert.to(torch.int64)
 
     def forward(self) -> Tensor:
         return self.weight
+
+    def count(self, experts: Tensor) -> None:
+        """Add a training pass's tokens to the counts from which Megatron moves the bias when gradients are complete."""
+        if self.enable_expert_bias and self.training and torch.is_grad_enabled():
+            self.local_tokens_per_expert += moe.tokens_per_expert(experts, num_experts=self.num_experts)
 
     def on_route(self, logits: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """``weights`` themselves; in training with an auxiliary loss its gradient joins theirs, as upstream's router attaches it.
@@ -32,6 +43,7 @@ class RouterWeight(TopKRouter):
         The loss is that of the micro-batch: of all its tokens, wherever sequence parallelism put them. The pass that activation
         recomputation throws away runs without gradients and counts nothing.
         """
+        self.count(experts)
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if not (coefficient and self.training and torch.is_grad_enabled()):
             return weights
@@ -40,7 +52,12 @@ class RouterWeight(TopKRouter):
             dist.all_reduce(counts, group=self.tp_cp_group)  # integers: any order
         with registry.beyond_logprob():
             loss = moe.load_balancing_loss(
-                logits, counts, total_tokens=len(logits) * self.tp_cp_group.size(), top_k=self.topk, coefficient=coefficient
+                logits,
+                counts,
+                total_tokens=len(logits) * self.tp_cp_group.size(),
+                top_k=self.topk,
+                coefficient=coefficient,
+                scoring=self.score_function,
             )
             return self.attach_and_log_load_balancing_loss(
                 weights, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=len(logits)
@@ -61,13 +78,29 @@ class SharedExpertWeights(SharedExpertMLP):
         return SharedExpert(gate_up=self.linear_fc1(), down=self.linear_fc2(), gate=self.gate_weight)
 
 
+class UngatedSharedExpertWeights(SharedExpertMLP):
+    """The shared expert where its output is added as it is."""
+
+    def forward(self) -> MLP:
+        return MLP(gate_up=self.linear_fc1(), down=self.linear_fc2())
+
+
 class SparseWeights(MoELayer):
     """Router and experts of one layer."""
 
     def forward(self) -> SparseMLP:
         gate_up, down = self.experts()
         return SparseMLP(
-            router=self.router(), gate_up=gate_up, down=down, top_k=self.router.topk, renormalize=not self.config.moe_router_pre_softmax
+            router=self.router(),
+            gate_up=gate_up,
+            down=down,
+            top_k=self.router.topk,
+            renormalize=not self.config.moe_router_pre_softmax,
+            scoring=self.router.score_function,
+            expert_bias=self.router.expert_bias,
+            scale=self.config.moe_router_topk_scaling_factor or 1.0,
+            n_group=self.config.moe_router_num_groups or 1,
+            topk_group=self.config.moe_router_group_topk or 1,
         )
 
     @property
@@ -76,13 +109,13 @@ class SparseWeights(MoELayer):
         return moe.ExpertParallel(self.ep_group) if self.ep_group.size() > 1 else None
 
 
-def sparse_mlp(shared: bool = False):
-    """Builder of :class:`SparseWeights`."""
+def sparse_mlp(shared: type[SharedExpertMLP] | None = None):
+    """Builder of :class:`SparseWeights`; ``shared``: class of its shared expert."""
     return functools.partial(
         SparseWeights,
         submodules=MoESubmodules(
             router=RouterWeight,
             experts=functools.partial(ExpertWeights, submodules=mlp_submodules()),
-            shared_experts=functools.partial(SharedExpertWeights, submodules=mlp_submodules()) if shared else None,
+            shared_experts=functools.partial(shared, submodules=mlp_submodules()) if shared else None,
         ),
     )

@@ -42,7 +42,7 @@ def sparse_layers(contract: ExecutionContract, config) -> list:
 
 def _layers(contract: ExecutionContract, config, sparse: list[int]) -> list:
     mixers = {1: (gdn.gated_delta_net_spec(), "in_proj"), 0: (layers.attention_spec(), "linear_qkv")}
-    mlps = {1: moe.sparse_mlp(shared=True), 0: layers.dense_mlp()}
+    mlps = {1: moe.sparse_mlp(moe.SharedExpertWeights), 0: layers.dense_mlp()}
 
     def layer(linear: int, is_sparse: int):
         mixer, mixer_input = mixers[linear]

@@ -64,12 +64,12 @@ _DECODER = (
     Setting("window_size", (None,), _OTHER),
     Setting("no_rope_freq", (None,), _OTHER),
     Setting("rotary_interleaved", (False,), _OTHER),
-    Setting("multi_latent_attention", (False,), _OTHER),
     Setting("apply_residual_connection_post_layernorm", (False,), _OTHER),
 )
 
 _QWEN3 = (
     *_DECODER,
+    Setting("multi_latent_attention", (False,), _OTHER),
     Setting("layernorm_zero_centered_gamma", (False,), _OTHER),
     Setting("attention_output_gate", (False,), _OTHER),
     Setting("experimental_attention_variant", (None,), _OTHER),
@@ -77,21 +77,29 @@ _QWEN3 = (
 
 _HYBRID = (
     *_DECODER,
+    Setting("multi_latent_attention", (False,), _OTHER),
     Setting("layernorm_zero_centered_gamma", (True,), "the checkpoint's norm weights would be read as w, not 1 + w"),
     Setting("attention_output_gate", (True,), _OTHER),
     Setting("experimental_attention_variant", ("gated_delta_net",), _OTHER),
+)
+
+_LATENT = (
+    *_DECODER,
+    Setting("multi_latent_attention", (True,), _OTHER),
+    Setting("rope_type", ("rope",), "angles would be those of YaRN"),
+    Setting("rotary_percent", (1.0,), _OTHER),
+    Setting("cache_mla_latents", (False,), "keys and values would be absorbed into the products"),
+    Setting("mla_down_proj_fusion", (False,), "the down-projections are two parameters"),
+    Setting("layernorm_zero_centered_gamma", (False,), _OTHER),
+    Setting("attention_output_gate", (False,), _OTHER),
+    Setting("experimental_attention_variant", (None,), _OTHER),
 )
 
 _NO_EXPERTS = (Setting("num_moe_experts", (None,), _OTHER),)
 
 _EXPERTS = (
     Setting("expert_tensor_parallel_size", (1,), "the K of an expert's matrices is never split"),
-    Setting("moe_router_score_function", ("softmax",), _OTHER),
     Setting("moe_router_load_balancing_type", ("none", "aux_loss"), "the router would choose, or be trained, otherwise"),
-    Setting("moe_router_enable_expert_bias", (False,), "the engine's router has no bias"),
-    Setting("moe_router_topk_scaling_factor", (None, 1.0), _OTHER),
-    Setting("moe_router_num_groups", (None,), _OTHER),
-    Setting("moe_router_group_topk", (None,), _OTHER),
     Setting("moe_router_force_load_balancing", (False,), "tokens would be routed at random"),
     Setting("moe_router_force_biased", (None,), "tokens would be routed at random"),
     Setting("moe_enable_routing_replay", (False,), "the router op computes the route, equal to the engine's"),
@@ -108,6 +116,21 @@ _EXPERTS = (
     Setting("overlap_moe_expert_parallel_comm", (False,), "the schedule would not run whole layers"),
 )
 
+_SOFTMAX_ROUTER = (
+    Setting("moe_router_score_function", ("softmax",), _OTHER),
+    Setting("moe_router_enable_expert_bias", (False,), "the engine's router has no bias"),
+    Setting("moe_router_topk_scaling_factor", (None, 1.0), _OTHER),
+    Setting("moe_router_num_groups", (None,), _OTHER),
+    Setting("moe_router_group_topk", (None,), _OTHER),
+)
+
+_SIGMOID_ROUTER = (
+    Setting("moe_router_score_function", ("sigmoid",), _OTHER),
+    Setting("moe_router_enable_expert_bias", (True,), "the engine's router has a bias"),
+    Setting("moe_router_pre_softmax", (False,), "its router always renormalises"),
+    Setting("moe_shared_expert_gate", (False,), _OTHER),
+)
+
 _SHARED_EXPERT = (
     Setting("moe_shared_expert_gate", (True,), _OTHER),
     Setting("moe_router_pre_softmax", (False,), "its router always renormalises"),
@@ -116,11 +139,12 @@ _SHARED_EXPERT = (
 #: HF architecture -> fields that make a Megatron model that architecture.
 ARCHITECTURES: dict[str, tuple[Setting, ...]] = {
     "Qwen3ForCausalLM": _QWEN3 + _NO_EXPERTS,
-    "Qwen3MoeForCausalLM": (*_QWEN3, *_EXPERTS, Setting("moe_shared_expert_intermediate_size", (None,), _OTHER)),
+    "Qwen3MoeForCausalLM": (*_QWEN3, *_EXPERTS, *_SOFTMAX_ROUTER, Setting("moe_shared_expert_intermediate_size", (None,), _OTHER)),
     "Qwen3_5ForCausalLM": _HYBRID + _NO_EXPERTS,
     "Qwen3_5ForConditionalGeneration": _HYBRID + _NO_EXPERTS,
-    "Qwen3_5MoeForCausalLM": _HYBRID + _EXPERTS + _SHARED_EXPERT,
-    "Qwen3_5MoeForConditionalGeneration": _HYBRID + _EXPERTS + _SHARED_EXPERT,
+    "Qwen3_5MoeForCausalLM": _HYBRID + _EXPERTS + _SOFTMAX_ROUTER + _SHARED_EXPERT,
+    "Qwen3_5MoeForConditionalGeneration": _HYBRID + _EXPERTS + _SOFTMAX_ROUTER + _SHARED_EXPERT,
+    "Glm4MoeLiteForCausalLM": _LATENT + _EXPERTS + _SIGMOID_ROUTER,
 }
 
 #: Architectures whose rotary embedding turns part of a head.
@@ -157,7 +181,7 @@ def check(contract: ExecutionContract, config) -> None:
             "backend (bits are promised within one)"
         )
     for setting in COMMON + ARCHITECTURES[contract.architecture]:
-        _check_setting(setting, getattr(config, setting.field))
+        _check_setting(setting, getattr(config, setting.field, None))
     for claim, field in _DEGREES:
         claimed, used = getattr(contract.claims, claim), getattr(config, field)
         if used > claimed:

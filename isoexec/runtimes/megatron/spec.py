@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import get_pg_rank
 
 from isoexec.contract import ExecutionContract
-from isoexec.runtimes.megatron import modules, qwen3, qwen3_5
+from isoexec.runtimes.megatron import glm4_moe_lite, modules, qwen3, qwen3_5
 
 #: HF architecture -> (specs of all layers from contract and configuration, final norm).
 _DECODERS: dict[str, tuple[Callable, type]] = {
@@ -19,6 +19,7 @@ _DECODERS: dict[str, tuple[Callable, type]] = {
     "Qwen3_5ForConditionalGeneration": (qwen3_5.dense_layers, modules.ZeroCenteredRMSNorm),
     "Qwen3_5MoeForCausalLM": (qwen3_5.sparse_layers, modules.ZeroCenteredRMSNorm),
     "Qwen3_5MoeForConditionalGeneration": (qwen3_5.sparse_layers, modules.ZeroCenteredRMSNorm),
+    "Glm4MoeLiteForCausalLM": (glm4_moe_lite.decoder_layers, modules.RMSNorm),
 }
 
 

@@ -117,11 +117,12 @@ class PolicyTrainer:
             One :class:`Score` per sequence (on the last pipeline stage; elsewhere an empty list).
         """
         batches = self._micro_batches(sequences, packing)
-        if recompute:
-            scored = self._score_recomputed(batches, temperature, with_rows)
-        else:
-            step = functools.partial(self._scoring_step, temperature=temperature, with_rows=with_rows)
-            scored = self._run(step, batches, backward=grad)
+        with self._configured(moe_router_bias_update_rate=0.0):  # upstream moves the experts' bias whenever gradients are complete
+            if recompute:
+                scored = self._score_recomputed(batches, temperature, with_rows)
+            else:
+                step = functools.partial(self._scoring_step, temperature=temperature, with_rows=with_rows)
+                scored = self._run(step, batches, backward=grad)
         if grad or recompute:
             self.ddp.zero_grad_buffer()
         return _by_sequence(batches, scored) if scored else []
@@ -170,7 +171,7 @@ class PolicyTrainer:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """fp32 gradients of the last :meth:`train_step`, clipped, by HF name; one data-parallel rank only. Every rank calls."""
-        return self._hf_tensors(lambda parameter: parameter.main_grad)
+        return self._hf_tensors(lambda tensor: tensor.main_grad if tensor.requires_grad else None)
 
     def _hf_tensors(self, read) -> dict[str, torch.Tensor]:
         return models.hf_tensors(self.gpt, self.hf_config, self._groups.collection, read)
@@ -265,13 +266,17 @@ class PolicyTrainer:
         logits, _ = self.gpt.output_layer(self.gpt.decoder.final_layernorm(hidden), weight=weight)
         return logits.transpose(0, 1).float()
 
-    @contextlib.contextmanager
     def _recomputation(self, on: bool):
         """Activation recomputation of the whole stage as one piece, so that a recomputed state rests on recomputed ones alone."""
         if not on:
-            yield
-            return
-        wanted = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": len(self.gpt.decoder.layers)}
+            return contextlib.nullcontext()
+        return self._configured(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=len(self.gpt.decoder.layers)
+        )
+
+    @contextlib.contextmanager
+    def _configured(self, **wanted):
+        """Entries of Megatron's configuration that hold inside the block."""
         before = {name: getattr(self.config, name) for name in wanted}
         for name, value in wanted.items():
             setattr(self.config, name, value)

@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from isoexec.contract import ContractError
+from isoexec.runtimes.megatron.checkpoint import policy_tensors
 from isoexec.runtimes.skyrl.tensors import read_tensors, write_tensors
 
 _FORMAT = 1
@@ -28,7 +29,7 @@ def save(folder: str | Path, model: torch.nn.Module, optimizer, scheduler) -> No
         scheduler: Megatron ``OptimizerParamScheduler``.
     """
     tensors, options = _optimizer_state(optimizer)
-    tensors |= {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    tensors |= {f"model.{name}": tensor for name, tensor in policy_tensors(model).items()}
     tensors["rng.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
@@ -51,8 +52,8 @@ def load(folder: str | Path, model: torch.nn.Module, optimizer, scheduler) -> No
     _expect("layout", numbers.get("layout"), _layout())
     stored = dict(read_tensors(path))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _copy(f"model.{name}", stored, parameter)
+        for name, tensor in policy_tensors(model).items():
+            _copy(f"model.{name}", stored, tensor)
         _restore_optimizer(optimizer, stored, numbers["options"])
     scheduler.load_state_dict(numbers["scheduler"])
     torch.set_rng_state(stored.pop("rng.cpu"))

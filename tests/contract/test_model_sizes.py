@@ -1,0 +1,62 @@
+"""A contract's constants follow from the sizes in ``config.json``, whatever a family calls them."""
+
+import json
+
+import pytest
+
+from isoexec.contract import ContractError
+from isoexec.contract.build import contract_for_model
+
+GLM = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+}
+
+
+@pytest.fixture
+def contract_of(tmp_path):
+    def build(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(GLM | changes))
+        return contract_for_model(tmp_path, "cpu")
+
+    return build
+
+
+def test_glm_of_the_published_sizes(contract_of):
+    contract = contract_of()
+    assert (contract.numerics.row_leaves, contract.numerics.combine_groups) == (8, 8)
+    assert dict(contract.dtypes)["e_score_correction_bias"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "leaves", "groups"),
+    [
+        ({"v_head_dim": 16}, 4, 8),  # 20 * 16 = 4 leaves of 80
+        ({"qk_nope_head_dim": 8, "qk_rope_head_dim": 8}, 8, 8),  # no width of a row-parallel product
+        ({"moe_intermediate_size": 64}, 4, 8),
+        ({"moe_intermediate_size": 64, "n_shared_experts": 2}, 8, 8),
+        ({"moe_intermediate_size": 64, "n_shared_experts": None}, 8, 8),
+        ({"n_routed_experts": 36}, 8, 4),
+    ],
+)
+def test_widths_and_experts_decide(contract_of, changes, leaves, groups):
+    numerics = contract_of(**changes).numerics
+    assert (numerics.row_leaves, numerics.combine_groups) == (leaves, groups)
+
+
+@pytest.mark.parametrize("name", ["kv_lora_rank", "v_head_dim", "n_routed_experts", "n_shared_experts"])
+def test_a_size_that_is_none_is_refused_by_name(contract_of, name):
+    with pytest.raises(ContractError, match=f"{name}: expected a positive integer, found -1"):
+        contract_of(**{name: -1})
