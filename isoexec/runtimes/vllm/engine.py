@@ -88,9 +88,12 @@ class RolloutEngine:
         prepare_environment()
         from vllm import LLM
         from vllm.distributed.parallel_state import model_parallel_is_initialized
+        from vllm.platforms import current_platform
 
         if model_parallel_is_initialized():
             raise RuntimeError("this process already holds an engine; close it before building another")
+        if current_platform.is_cpu():
+            os.environ.setdefault("VLLM_MLA_DISABLE", "1")  # upstream has no latent attention there, but its per-head form
         config = read_config(model)
         register_model(config)
         contract = active_contract()

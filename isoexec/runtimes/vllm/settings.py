@@ -65,6 +65,8 @@ _EXPERTS = (
     Setting("kernel_config.moe_backend", (None, "auto"), _UNROUTED),
 )
 
+_LATENT = (Setting("model_config.use_mla", (False,), "the absorbed form adds in another order than the trainer"),)
+
 #: HF architecture -> paths into vLLM's ``VllmConfig``, beside :data:`ENGINE`.
 ENGINE_OF: dict[str, tuple[Setting, ...]] = {
     "Qwen3ForCausalLM": _TEXT_ONLY,
@@ -73,6 +75,7 @@ ENGINE_OF: dict[str, tuple[Setting, ...]] = {
     "Qwen3_5ForConditionalGeneration": _LANGUAGE_MODEL + _HYBRID,
     "Qwen3_5MoeForCausalLM": _TEXT_ONLY + _HYBRID + _EXPERTS,
     "Qwen3_5MoeForConditionalGeneration": _LANGUAGE_MODEL + _HYBRID + _EXPERTS,
+    "Glm4MoeLiteForCausalLM": _TEXT_ONLY + _EXPERTS + _LATENT,
 }
 
 _COMMON = (
@@ -91,7 +94,15 @@ _QWEN3_5 = (
     Setting("output_gate_type", (None, "silu", "swish"), "the output norm's gate is silu"),
     Setting("layer_scale", (None, False), "the model function has no layer scale"),
 )
-_QWEN3_5_MOE = (*_QWEN3_5, Setting("norm_topk_prob", (None, True), "the trainer's router always renormalises"))
+_RENORMALISED = Setting("norm_topk_prob", (None, True), "the trainer's router always renormalises")
+_QWEN3_5_MOE = (*_QWEN3_5, _RENORMALISED)
+_GLM4_MOE_LITE = (
+    *_COMMON,
+    _RENORMALISED,
+    Setting("rope_parameters.partial_rotary_factor", (None, 1.0), "the rotary channels of a head all rotate"),
+    Setting("rope_interleave", (None, True), "the model function turns neighbouring channels"),
+    Setting("moe_layer_freq", (None, 1), "every layer after the dense ones is sparse in the trainer"),
+)
 
 #: HF architecture -> paths into the model's HF text config.
 ARCHITECTURES: dict[str, tuple[Setting, ...]] = {
@@ -101,6 +112,7 @@ ARCHITECTURES: dict[str, tuple[Setting, ...]] = {
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+    "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
 }
 
 #: Paths into vLLM's ``SamplingParams``.
@@ -157,7 +169,8 @@ def check(contract: ExecutionContract, config) -> None:
 
 def _check_numerics(contract: ExecutionContract, text_config) -> None:
     """Constants that must fit the model."""
-    numerics, experts = contract.numerics, getattr(text_config, "num_experts", None)
+    numerics = contract.numerics
+    experts = getattr(text_config, "num_experts", None) or getattr(text_config, "n_routed_experts", None)
     if experts and experts % numerics.combine_groups:
         raise ContractError(
             f"numerics.combine_groups: expected a divisor of the model's {experts} experts, found {numerics.combine_groups}; rebuild the "

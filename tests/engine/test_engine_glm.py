@@ -1,0 +1,102 @@
+"""GLM-4.7-Flash: a sequence's bits depend on its prompt, seed and the weights; keys and values lie in the cache head by head."""
+
+from __future__ import annotations
+
+import pytest
+import variants
+from bitwise import same
+from variants import sample
+
+from isoexec.contract import ContractError
+from isoexec.ops._core import registry
+from isoexec.ops._core.bits import assert_bit_equal
+
+ARCHITECTURE = "Glm4MoeLiteForCausalLM"
+
+
+@pytest.fixture(scope="module")
+def opened(made, open_engine):
+    """``with opened(**shape) as engine``."""
+    folder, contract = made(ARCHITECTURE)
+    return lambda **shape: open_engine(folder, **({"contract": contract} | shape))
+
+
+@pytest.fixture(scope="module")
+def together(opened, prompts):
+    with opened() as engine:
+        return sample(engine, prompts)
+
+
+@pytest.fixture(scope="class")
+def engine(opened):
+    with opened() as engine:
+        yield engine
+
+
+class TestOneEngine:
+    def test_ops_of_both_cases(self, together):
+        served = {(op, case) for op, case, _ in registry.served()}
+        for op in ("rope.apply_rope", "moe.route", "moe.combine", "attention.paged"):
+            assert {(op, "engine_prefill"), (op, "engine_decode")} <= served, op
+
+    def test_alone_and_permuted(self, engine, prompts, together):
+        variants.assert_alone_and_permuted(engine, prompts, together)
+
+    def test_prefill_rescores_what_decode_sampled(self, engine, prompts, together):
+        variants.assert_prefill_rescores(engine, prompts, together)
+
+    def test_negative_control_and_reload(self, engine, made, tmp_path, prompts, together):
+        variants.assert_reload(engine, made(ARCHITECTURE)[0], tmp_path, prompts, together, "layers.2.self_attn.kv_a_layernorm.weight")
+
+    def test_the_experts_bias_is_fp32_and_travels_with_the_weights(self, engine, made, tmp_path, prompts, together):
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(made(ARCHITECTURE)[0] / "model.safetensors")
+        layers = engine._runner.get_model().model.layers
+        for index in (1, 2, 3):
+            name = f"model.layers.{index}.mlp.gate.e_score_correction_bias"
+            assert_bit_equal(layers[index].mlp.gate.e_score_correction_bias.detach(), tensors[name], name)
+            tensors[name] = tensors[name].flip(0)
+        save_file(tensors, tmp_path / "flipped.safetensors")
+        engine.load_weights(tmp_path / "flipped.safetensors")
+        assert not any(same(sample(engine, prompts), together)[4:])
+        engine.load_weights(made(ARCHITECTURE)[0])
+        assert all(same(sample(engine, prompts), together))
+
+    def test_the_manifest_names_every_tensor(self, engine, made):
+        from safetensors.torch import load_file
+
+        tensors, digests = load_file(made(ARCHITECTURE)[0] / "model.safetensors"), engine.weight_manifest().tensors
+        assert digests.keys() == tensors.keys()
+        assert all(digests[name].dtype == str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items())
+
+    def test_cache_of_heads(self, engine):
+        """Four heads of 64 channels, queries' size; values have 32 of them."""
+        assert {tuple(cache.shape[1:]) for cache in engine._runner.kv_caches} == {(2, 32, 4, 64)}
+
+
+def test_chunked_prefill(opened, prompts, together):
+    with opened(max_num_batched_tokens=33, max_num_seqs=8) as engine:
+        assert all(same(sample(engine, prompts), together))
+
+
+def test_preemption(opened, prompts):
+    variants.assert_preemption(opened, prompts, kv_cache_tokens=256)
+
+
+def test_prefix_cache(opened, prompts, together):
+    with opened(enable_prefix_caching=True) as engine:
+        variants.assert_prefix_cache(engine, prompts, together, at_least=500)
+
+
+def test_refused_router(opened, made, tmp_path, open_engine):
+    import json
+    import shutil
+
+    folder, contract = made(ARCHITECTURE)
+    shutil.copytree(folder, tmp_path / "bare")
+    config = json.loads((folder / "config.json").read_text()) | {"norm_topk_prob": False}
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ContractError, match="norm_topk_prob: expected None or True, found False"):
+        with open_engine(tmp_path / "bare", contract=contract):
+            pass
