@@ -16,10 +16,17 @@ ARCHITECTURES = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
+    "Glm4MoeLiteForCausalLM",
 )
 
 #: Those of which a run without a model makes a checkpoint: every kind of layer, with a vision tower beside it and without.
-MADE_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+MADE_ARCHITECTURES = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Glm4MoeLiteForCausalLM",
+)
 
 #: Longest sequence of an engine: the longest prompt and its new tokens fit.
 MAX_MODEL_LEN = 512
