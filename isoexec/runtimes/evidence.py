@@ -25,9 +25,9 @@ from isoexec.ops._core import provider, registry
 
 _PACKAGE = Path(isoexec.__file__).parent
 _FAMILIES = ("activation", "attention", "collective", "embedding", "gdn", "logprob", "matmul", "moe", "norm", "rope", "sampling")
-#: Distributions whose version can move a bit, and those of them whose installed sources are digested, with the folder that holds them.
+#: Distributions whose version can move a bit, and those of them whose installed sources are digested, with the package that holds them.
 _DISTRIBUTIONS = ("torch", "triton", "safetensors", "transformers")
-_PATCHED = {"vllm": "vllm", "megatron-core": "megatron/core", "skyrl": "skyrl"}
+_PATCHED = {"vllm": "vllm", "megatron-core": "megatron.core", "skyrl": "skyrl"}
 #: Environment variables through which a library lowers precision or picks another kernel.
 _MATH_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
                    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")  # fmt: skip
@@ -192,9 +192,9 @@ def packages() -> dict[str, str]:
     found = {name: version for name in _DISTRIBUTIONS if (version := _version(name))}
     for name, folder in _PATCHED.items():
         if version := _version(name):
-            found[name] = f"{version} {_tree_digest(folder) or 'no sources'}"
+            found[name] = f"{version} {_tree_digest(folder)}"
     for layer in ("models", "runtimes"):  # which ops make a layer, and what is handed to them; the ops have digests of their own
-        found[f"isoexec.{layer}"] = str(_tree_digest(f"isoexec/{layer}"))
+        found[f"isoexec.{layer}"] = _tree_digest(f"isoexec.{layer}")
     return found
 
 
@@ -206,14 +206,19 @@ def _version(distribution: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=None)
-def _tree_digest(folder: str) -> str | None:
-    """sha256 over the Python sources of an installed package; once per process, since code that is loaded stays what it is."""
-    top, *rest = folder.split("/")
-    spec = importlib.util.find_spec(top)
-    places = [Path(place, *rest) for place in (spec.submodule_search_locations or ())] if spec else []
-    root = next((place for place in places if place.is_dir()), None)
+def _tree_digest(package: str) -> str:
+    """sha256 over the Python sources of an installed package; once per process, since code that is loaded stays what it is.
+
+    Raises:
+        ContractError: its sources are not found, so that an edit of them would go unseen.
+    """
+    try:
+        spec = importlib.util.find_spec(package)  # imports what is above the package, not the package
+    except ModuleNotFoundError:
+        spec = None
+    root = next((Path(place) for place in (spec and spec.submodule_search_locations or ()) if Path(place).is_dir()), None)
     if root is None:
-        return None
+        raise ContractError(f"packages: {package} is installed, and its sources are not found; install it as make build does")
     h = hashlib.sha256()
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         h.update(f"{name}\0".encode())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import isoexec
-from isoexec.contract import ContractError, ExecutionContract, Identity, Numerics, handshake, sha256_hex
+from isoexec.contract import ContractError, ExecutionContract, Identity, Numerics, differences, handshake, sha256_hex
 from isoexec.contract.identity import PARTS
 from isoexec.runtimes import compose, evidence
 
@@ -108,7 +109,10 @@ def process_identities(package, role, *steps):
 
 
 def test_live_processes(tmp_path):
-    """A trainer's process, and an engine's that is first like it, then changes its math mode, its chunk size, a byte of kernel source."""
+    """A trainer's process, and an engine's that is first like it, then changes its math mode, its chunk size, a byte of kernel source.
+
+    In its installation one line of the patched Megatron and the version of a package can differ, too.
+    """
     package = tmp_path / "isoexec"
     shutil.copytree(Path(isoexec.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     file, other_chunk = tmp_path / "contract.json", tmp_path / "other.json"
@@ -117,7 +121,19 @@ def test_live_processes(tmp_path):
     (trainer,) = process_identities(package, "trainer", file)
     same, high, chunk, _, edited = process_identities(package, "engine", file, "high", other_chunk, file, "edit")
     assert handshake(trainer, same) == []
+    core = importlib.util.find_spec("megatron.core")
+    if core is not None:  # in the environment that `make build` makes
+        shutil.copytree(core.submodule_search_locations[0], tmp_path / "megatron" / "core", ignore=shutil.ignore_patterns("__pycache__"))
+        with open(tmp_path / "megatron" / "core" / "utils.py", "a") as source:
+            source.write("\n")
+    info = tmp_path / "safetensors-0.99.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 0.99.0\n")
+    [installed] = process_identities(package, "engine", file)
+    packages = {"packages.safetensors"} | ({"packages.megatron-core"} if core else set())
+    assert {d.path for d in differences(trainer.numerical_policy, installed.numerical_policy) if "packages" in d.path} == packages
     for engine, message in (
+        (installed, "numerical_policy.ops.norm.*; install the same isoexec|numerical_policy.packages.* engine has .*; install the versions"),
         (high, 'math.float32_matmul_precision: trainer has "highest", engine has "high"; leave torch'),
         (chunk, "numerical_policy.contract.composition.*same ISOEXEC_CONTRACT"),
         (edited, "numerical_policy.ops.norm.* engine has .*; install the same isoexec"),
