@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from pathlib import Path
@@ -18,8 +19,11 @@ _OBJECT_STORE = 256 << 20  # bytes; a batch of prompts and logprobs is small
 _TIMEOUT = 180  # seconds for placement
 _ATTEMPTS = 4
 
-#: Environment of every actor on the CPU: one thread each, nothing that compiles, nothing that looks for GPUs.
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+#: Environment of every actor on the CPU: one thread each, nothing that compiles, no GPU though Ray counts some.
 _CPU_ENVIRONMENT = {
+    _DEVICES: "",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -60,7 +64,8 @@ def start(config: TrainConfig, variables: dict[str, str]) -> None:
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         here = {} if uses_gpus() else _cpu_cluster(config)
-        _begin(include_dashboard=False, runtime_env=runtime, **here)
+        with contextlib.nullcontext() if uses_gpus() else _counting_processes():
+            _begin(include_dashboard=False, runtime_env=runtime, **here)
     wanted = _processes(config)
     found = ray.cluster_resources().get("GPU", 0)
     if found < wanted:
@@ -69,6 +74,17 @@ def start(config: TrainConfig, variables: dict[str, str]) -> None:
             f"placement: expected {wanted} GPUs in the Ray cluster, found {found:g}; use fewer, or (where there are none) start Ray's "
             "nodes with --num-gpus to count processes"
         )
+
+
+@contextlib.contextmanager
+def _counting_processes():
+    """Ray refuses to count GPUs where the environment hides them all."""
+    hidden = os.environ.pop(_DEVICES, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            os.environ[_DEVICES] = hidden
 
 
 def _begin(**arguments) -> None:

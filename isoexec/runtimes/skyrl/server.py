@@ -24,7 +24,10 @@ class Server(VLLMServerActor):
     """SkyRL's server; ``config`` stands for the command line."""
 
     def __init__(self, config: TrainConfig, *positional, **kwargs):
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         super().__init__(engine_arguments(config), *positional, **kwargs)
+        if hidden is not None and not uses_gpus():  # upstream lets the engine see every GPU
+            os.environ["CUDA_VISIBLE_DEVICES"] = hidden
         self._cli_args.host = self._ip  # upstream listens on every interface
         if not uses_gpus() and self._num_gpus_per_server == 1:
             self._cli_args.distributed_executor_backend = "uni"  # the worker lives in the engine's process: one import of vLLM less
