@@ -94,11 +94,17 @@ _HYBRID = (
     ),
 )
 
-# Qwen3 MoE may hold dense layers among the sparse ones.
-_EXPERTS = (
-    _everywhere("router", "moe.router_logits", "moe.route", optional=("moe.tokens_per_expert", "moe.load_balancing_loss")),
-    _everywhere("experts", "moe.dispatch", "moe.expert_mlp", "moe.combine", optional=("activation.silu_mul",)),
-)
+
+def _experts(*optional: str) -> tuple[Region, ...]:
+    """Routed experts; Qwen3 MoE may hold dense layers among the sparse ones. ``optional``: further ops of the router's training."""
+    training = ("moe.tokens_per_expert", "moe.load_balancing_loss", *optional)
+    return (
+        _everywhere("router", "moe.router_logits", "moe.route", optional=training),
+        _everywhere("experts", "moe.dispatch", "moe.expert_mlp", "moe.combine", optional=("activation.silu_mul",)),
+    )
+
+
+_EXPERTS = _experts()
 
 #: HF architecture -> regions of its logprob path, with the core form ``cpr_wy``; see :func:`regions`.
 REGIONS: dict[str, tuple[Region, ...]] = {
@@ -108,7 +114,7 @@ REGIONS: dict[str, tuple[Region, ...]] = {
     "Qwen3_5ForConditionalGeneration": _HYBRID,
     "Qwen3_5MoeForCausalLM": _HYBRID + _EXPERTS,
     "Qwen3_5MoeForConditionalGeneration": _HYBRID + _EXPERTS,
-    "Glm4MoeLiteForCausalLM": _QWEN3 + _DENSE_MLP + _EXPERTS,
+    "Glm4MoeLiteForCausalLM": _QWEN3 + _DENSE_MLP + _experts("moe.update_expert_bias"),
 }
 
 

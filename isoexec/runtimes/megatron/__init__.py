@@ -57,6 +57,15 @@ def rotary_channels(config) -> int:
     return 0 if active_contract() is None else config.qk_pos_emb_head_dim
 
 
+def expert_bias_update(update):
+    """What moves the experts' bias when gradients are complete: ``update`` itself, or under a contract the op."""
+    if active_contract() is None:
+        return update
+    from isoexec.runtimes.megatron import moe
+
+    return moe.updated_expert_bias
+
+
 #: Arguments of ``GPTModel.forward`` that would bring in arithmetic the contract does not cover, and what to do instead.
 _REFUSED_ARGUMENTS = {
     "labels": "take logprobs from the logits with isoexec.ops.logprob",

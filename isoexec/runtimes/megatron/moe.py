@@ -6,6 +6,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
@@ -62,6 +63,25 @@ class RouterWeight(TopKRouter):
             return self.attach_and_log_load_balancing_loss(
                 weights, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=len(logits)
             )
+
+
+def updated_expert_bias(counts: Tensor, bias: Tensor, rate: float, tp_dp_cp_group=None) -> Tensor:
+    """Upstream's ``get_updated_expert_bias``, by the op.
+
+    Args:
+        counts: [layers, E] int64, tokens that this rank's experts got; summed over the group in place.
+        bias: [layers, E] fp32.
+        rate: of the update.
+        tp_dp_cp_group: ranks that share the update; None: Megatron's own.
+
+    Returns:
+        [layers, E] fp32.
+    """
+    if tp_dp_cp_group is None:
+        tp_dp_cp_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(counts, group=tp_dp_cp_group)  # integers: any order
+    with torch.no_grad():
+        return torch.stack([moe.update_expert_bias(b, c, rate=rate) for b, c in zip(bias, counts, strict=True)])
 
 
 class ExpertWeights(SequentialMLP):
