@@ -88,15 +88,24 @@ def _counting_processes():
 
 
 def _begin(**arguments) -> None:
-    """``ray.init``, again where a busy machine did not start the node's agents within the seconds that Ray grants them."""
-    for attempt in range(_ATTEMPTS):
+    """``ray.init``, again where a busy machine did not start the node's agents within the 15 s that Ray grants them.
+
+    Raises:
+        RuntimeError: nor at the last attempt.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
             ray.init(**arguments)
             return
         except Exception as error:  # Ray raises no narrower one
             ray.shutdown()
-            if attempt == _ATTEMPTS - 1 or "timed out during startup" not in str(error):
+            if "timed out during startup" not in str(error):
                 raise
+            if attempt == _ATTEMPTS:
+                raise RuntimeError(
+                    f"Ray did not start in {_ATTEMPTS} attempts: its agents had not imported Python modules of 3 s of CPU time within 15 s; "
+                    "run it on a machine that is less busy"
+                ) from error
             logger.warning(f"starting Ray again: {error}")
 
 
