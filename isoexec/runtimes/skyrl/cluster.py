@@ -103,7 +103,7 @@ def _begin(**arguments) -> None:
                 raise
             if attempt == _ATTEMPTS:
                 raise RuntimeError(
-                    f"Ray did not start in {_ATTEMPTS} attempts: its agents had not imported Python modules of 3 s of CPU time within 15 s; "
+                    f"Ray did not start in {_ATTEMPTS} attempts: its agents did not finish 3 s of imports within 15 s; "
                     "run it on a machine that is less busy"
                 ) from error
             logger.warning(f"starting Ray again: {error}")
