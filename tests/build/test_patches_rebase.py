@@ -79,7 +79,7 @@ def test_what_the_release_already_has_is_said(house):
 
 @pytest.mark.network
 def test_the_real_series_to_a_neighbouring_release_and_back(tmp_path):
-    """patches/skyrl on SkyRL 0.4.0, then from there on 0.3.0 again: byte for byte what it was."""
+    """patches/megatron on megatron-core 0.18.1, then from there on 0.18.2 again: byte for byte what it was."""
     import dataclasses
 
     import pins
@@ -87,17 +87,17 @@ def test_the_real_series_to_a_neighbouring_release_and_back(tmp_path):
     from common import Stop, sha256
     from series import Series
 
-    tree = pins.load().trees["skyrl"]
-    assert tree.version == "0.3.0", "choose the neighbour of the new pin here"
+    tree = pins.load().trees["megatron"]
+    assert tree.version == "0.18.2", "choose the neighbour of the new pin here"
     try:
-        archive, home = rebase.other_release(tree, "0.4.0"), rebase.other_release(tree, tree.version)
+        archive, home = rebase.other_release(tree, "0.18.1"), rebase.other_release(tree, tree.version)
     except Stop as stop:
         pytest.skip(f"no package index: {stop}")
-    here = Series(ROOT / "patches" / "skyrl")
-    there, outcomes = rebase.rebase(tree, here, "0.4.0", archive)
+    here = Series(ROOT / "patches" / "megatron")
+    there, outcomes = rebase.rebase(tree, here, "0.18.1", archive)
     assert [(o.conflicts, o.upstreamed) for o in outcomes] == [((), False)] * len(here.names())
-    moved = Series(tmp_path / "skyrl")
+    moved = Series(tmp_path / "megatron")
     moved.write(there.patches())
-    neighbour = dataclasses.replace(tree, version="0.4.0", archive=archive.name, sha256=sha256(archive))
+    neighbour = dataclasses.replace(tree, version="0.18.1", archive=archive.name, sha256=sha256(archive))
     back, _ = rebase.rebase(neighbour, moved, tree.version, home)
     assert [patch.text for patch in back.patches()] == [text for _, text in here.texts()]
