@@ -2,7 +2,8 @@
 
 A public op is a function with a signature, a docstring and no body. The :func:`op` decorator gives it one: it picks the
 implementation for the device of the op's first tensor, counts what served which case, and marks the calling thread as
-"inside an op", which is how the audit tells the library's arithmetic from stray arithmetic.
+"inside an op", which is how the audit tells the library's arithmetic from stray arithmetic. An observer (:func:`observing`) is shown
+arguments and results of every op that no other op calls; without one nothing is done for it but a test.
 
 No implementation for a device is an error. There is no fallback.
 """
@@ -13,17 +14,23 @@ import contextlib
 import contextvars
 import functools
 import importlib
+import inspect
 from collections import Counter
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from isoexec.contract import CASES, ContractError
 
+#: What an observer calls the places before a model's first layer and after its last one; layers count from 0.
+EMBEDDING, HEAD = -1, 1 << 20
+
 _case: contextvars.ContextVar[str | None] = contextvars.ContextVar("isoexec_case", default=None)
 _layer: contextvars.ContextVar[int | None] = contextvars.ContextVar("isoexec_layer", default=None)
 _inside: contextvars.ContextVar[str | None] = contextvars.ContextVar("isoexec_op", default=None)
 _beyond: contextvars.ContextVar[bool] = contextvars.ContextVar("isoexec_beyond_logprob", default=False)
+_observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("isoexec_observer", default=None)
 _served: Counter[tuple[str, str | None, str]] = Counter()
 _declared: dict[str, OpDeclaration] = {}
 
@@ -36,11 +43,13 @@ class OpDeclaration:
         name: ``"<family>.<op>"``, e.g. ``"matmul.linear"``.
         implementations: device type to ``"module:function"``.
         hazards: numeric traps that the op's tests cover, one sentence each.
+        parameters: names of the op's arguments, in order.
     """
 
     name: str
     implementations: dict[str, str]
     hazards: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
 
     def resolve(self, device: str):
         """Import and return the implementation for ``device`` (``"cpu"``, ``"cuda"``).
@@ -58,6 +67,16 @@ class OpDeclaration:
         return getattr(importlib.import_module(module), function)
 
 
+class Observer(Protocol):
+    """Sees every op that a thread runs, from the outside; it must not change what it is shown."""
+
+    def before(self, declaration: OpDeclaration, args: tuple, kwargs: dict) -> object:
+        """Called before the op runs, which may write to its arguments; what it returns is handed to :meth:`after`."""
+
+    def after(self, seen: object, result) -> None:
+        """Called with the op's result."""
+
+
 def op(name: str, *, hazards: tuple[str, ...] = (), **implementations: str):
     """Declare a public op; ``implementations`` maps device types to ``"module:function"``.
 
@@ -67,7 +86,7 @@ def op(name: str, *, hazards: tuple[str, ...] = (), **implementations: str):
     def decorate(signature):
         package = signature.__module__
         targets = {d: package + t if t.startswith(".") else t for d, t in implementations.items()}
-        declaration = OpDeclaration(name, targets, hazards)
+        declaration = OpDeclaration(name, targets, hazards, tuple(inspect.signature(signature).parameters))
         if name in _declared:
             raise ValueError(f"op {name} is declared twice")
         _declared[name] = declaration
@@ -77,9 +96,17 @@ def op(name: str, *, hazards: tuple[str, ...] = (), **implementations: str):
         def dispatch(*args, **kwargs):
             device = _device_of(name, args, kwargs)
             _served[name, _case.get(), declaration.implementations.get(device, device)] += 1
+            observer = _observer.get()
+            if observer is not None and _inside.get() is not None:
+                observer = None  # an op's own ops are its matter
             token = _inside.set(name)
             try:
-                return resolved(device)(*args, **kwargs)
+                if observer is None:
+                    return resolved(device)(*args, **kwargs)
+                seen = observer.before(declaration, args, kwargs)
+                result = resolved(device)(*args, **kwargs)
+                observer.after(seen, result)
+                return result
             finally:
                 _inside.reset(token)
 
@@ -127,6 +154,21 @@ def beyond_logprob():
         yield
     finally:
         _beyond.reset(token)
+
+
+@contextlib.contextmanager
+def observing(observer: Observer):
+    """Show the ops that this thread runs inside the block to ``observer``."""
+    token = _observer.set(observer)
+    try:
+        yield observer
+    finally:
+        _observer.reset(token)
+
+
+def current_observer() -> Observer | None:
+    """The observer of this thread, or None."""
+    return _observer.get()
 
 
 def current_op() -> str | None:
