@@ -102,6 +102,16 @@ def pad(sequences: Sequence[Pair], group: list[int], device) -> MicroBatch:
     )
 
 
+def rows_of(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sequence, position) [T] int64 of each row, on the CPU; sequence -1 for padding."""
+    if batch.packed is None:
+        sequences, length = batch.position_ids.shape
+        return torch.tensor(batch.indices).repeat_interleave(length), batch.position_ids.cpu().reshape(-1)
+    lengths = batch.packed.cu_seqlens_q.cpu().diff().to(torch.int64)
+    owners = torch.tensor([*batch.indices, *[-1] * (len(lengths) - len(batch.indices))])
+    return owners.repeat_interleave(lengths), batch.position_ids[0].cpu()
+
+
 def _targets(sequences, group, starts, device) -> tuple[torch.Tensor, torch.Tensor]:
     rows = [start + len(sequences[i][0]) - 1 + n for i, start in zip(group, starts, strict=True) for n in range(len(sequences[i][1]))]
     return _ids(rows, device), _ids([token for i in group for token in sequences[i][1]], device)

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import is_checkpointing
 from transformers import AutoConfig
 
-from isoexec.contract import Identity, active_contract
+from isoexec.contract import ContractError, Identity, active_contract
 from isoexec.contract.manifest import Manifest
 from isoexec.ops._core import registry
 from isoexec.ops._core.bits import row_digests
@@ -42,6 +42,9 @@ class Score(NamedTuple):
 
 class PolicyTrainer:
     """An HF checkpoint as a trainable Megatron model.
+
+    An observer of the ops (:func:`isoexec.ops._core.registry.observing`) is told which tokens they compute, by the index of the sequence
+    among those that a call was given.
 
     Args:
         model: HF-format folder (config and safetensors).
@@ -208,13 +211,15 @@ class PolicyTrainer:
             return self.optimizer.scale_loss(loss)
 
     def _logits(self, model, batch: MicroBatch) -> torch.Tensor:
+        self._observe(batch)
         return model(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed)
 
     def _scoring_step(self, iterator, model, temperature: float, with_rows: bool):
         batch = next(iterator)
 
         def report(logits):
-            logprobs, digests = self._digested(logits, batch, temperature, with_rows)
+            with self._observing_generated(batch):
+                logprobs, digests = self._digested(logits, batch, temperature, with_rows)
             with registry.beyond_logprob():
                 loss = logprobs.sum()
             return loss, (logprobs.detach(), digests)
@@ -230,7 +235,8 @@ class PolicyTrainer:
         batch, weight = next(iterator)
 
         def loss_of(logits):
-            logprobs, _ = self._scorer(logits, batch, temperature, False)
+            with self._observing_generated(batch):
+                logprobs, _ = self._scorer(logits, batch, temperature, False)
             with registry.beyond_logprob():
                 loss = -(weight * logprobs).sum()
                 return loss, loss.item()
@@ -254,11 +260,40 @@ class PolicyTrainer:
             handle.remove()
         if not self.gpt.post_process:
             return []
+        scored = []
         with self._executing("trainer_recompute"), torch.no_grad():
-            return [
-                self._digested(self._head(hidden), batch, temperature, with_rows)
-                for hidden, batch in zip(recomputed, batches, strict=True)
-            ]
+            for hidden, batch in zip(recomputed, batches, strict=True):
+                self._observe(batch, registry.HEAD)
+                logits = self._head(hidden)
+                with self._observing_generated(batch):
+                    scored.append(self._digested(logits, batch, temperature, with_rows))
+        return scored
+
+    def _observe(self, batch: MicroBatch, layer: int = registry.EMBEDDING) -> None:
+        """Tell an observer of the ops which tokens the rows of a pass are.
+
+        Raises:
+            ContractError: recomputation of another micro-batch would run between a pass's ops.
+        """
+        observer = registry.current_observer()
+        if observer is None:
+            return
+        if self._groups.collection.pp.size() > 1 and torch.is_grad_enabled():
+            raise ContractError("trace: expected one pipeline stage in training, found more; trace a scoring pass (grad=False)")
+        observer.begin(*packing.rows_of(batch), layer)
+
+    @contextlib.contextmanager
+    def _observing_generated(self, batch: MicroBatch):
+        """The rows inside the block are those of the generated tokens; backward, which may recompute, has all of them again."""
+        observer = registry.current_observer()
+        if observer is None:
+            yield
+            return
+        sequence, position = packing.rows_of(batch)
+        rows = batch.rows.cpu()
+        observer.select(sequence[rows], position[rows])
+        yield
+        observer.select(sequence, position)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, S, V / tp] of the last layer's output [S, B, D]."""

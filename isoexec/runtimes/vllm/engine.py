@@ -13,6 +13,7 @@ import torch
 from isoexec.contract import ContractError, Identity, Numerics, active_contract
 from isoexec.contract.build import read_config
 from isoexec.contract.manifest import Manifest
+from isoexec.ops._core import registry
 from isoexec.runtimes.handshake import process_identity
 from isoexec.runtimes.vllm import cache_size, rows
 
@@ -127,6 +128,7 @@ class RolloutEngine:
         rows.carry_digests(self._runner.sampler, self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
         self._preemptions_before = self._counter("vllm:num_preemptions")
         self._folder, self._contract, self._syncs = model, contract, 0
+        self._observer, self._first_observed = None, 0
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], temperature: float, max_tokens: int, record_rows: bool = False
@@ -163,6 +165,9 @@ class RolloutEngine:
     def request(self, prompts: list[list[int]], params: list) -> list:
         """vLLM ``RequestOutput`` of each prompt under its own ``SamplingParams``, in the order of ``prompts``.
 
+        An observer of the ops (:func:`isoexec.ops._core.registry.observing`) is told which tokens they compute; its sequences are the prompts
+        that it has seen, counted from 0.
+
         Raises:
             ContractError: a request is outside the contract; none of them is run.
         """
@@ -170,7 +175,17 @@ class RolloutEngine:
             raise ValueError(f"{len(prompts)} prompts, {len(params)} sampling parameters; pass one for each")
         # The salt enters the key of every cached block: one that other weights computed cannot be hit, whoever cached it, and when.
         salt = {} if self._contract is None else {"cache_salt": f"weights {self._syncs}"}
-        return self._llm.generate([{"prompt_token_ids": prompt, **salt} for prompt in prompts], params, use_tqdm=False)
+        inputs = [{"prompt_token_ids": prompt, **salt} for prompt in prompts]
+        observer = registry.current_observer()
+        if observer is None:
+            return self._llm.generate(inputs, params, use_tqdm=False)
+        from isoexec.runtimes.vllm import step
+        from isoexec.runtimes.vllm.step_rows import StepRows
+
+        if observer is not self._observer:
+            self._observer, self._first_observed = observer, self._llm.request_counter.counter
+        with step.observed(StepRows(self._runner, self._first_observed)):
+            return self._llm.generate(inputs, params, use_tqdm=False)
 
     def identity(self) -> Identity:
         """What this process runs, as evidence, for the handshake.

@@ -37,6 +37,7 @@ def sample(contract: ExecutionContract, logits, metadata):
         drawn = sampling.draw(logprobs, [metadata.generators.get(row) for row in range(rows)])
         if greedy is not None:
             drawn = torch.where(greedy, sampling.first_maximum(logits), drawn)
+    step.end()
     return drawn, logprobs
 
 
