@@ -26,6 +26,7 @@ from isoexec.contract import (
 from isoexec.contract.canonical import LARGEST_TEXT, parse_json
 from isoexec.contract.identity import PARTS, advice
 from isoexec.contract.types import BACKENDS
+from isoexec.verify.trace.command import add_verbs as add_trace_verbs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("--json", metavar="FILE", help="also write everything that was found as JSON")
     audit.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
     audit.set_defaults(run=_audit)
+
+    trace = verbs.add_parser("trace", help="find the first different bit of two runtimes, and why")
+    add_trace_verbs(trace, argparse.RawDescriptionHelpFormatter)
 
     _add_contract(
         verbs.add_parser("contract", help="build, show, compare or check a contract").add_subparsers(required=True, metavar="VERB")

@@ -14,6 +14,8 @@ from isoexec.verify.progress import Progress
 from isoexec.verify.prompts import make_prompts, packings, request_seeds
 from isoexec.verify.protocol import OperationFailed, Worker, WorkerGroup, WorkerRefused
 from isoexec.verify.settings import SCORE, EngineShape, Plan, Scoring, Setting
+from isoexec.verify.trace.mismatch import Mismatch, Traceback, trace_mismatch
+from isoexec.verify.trace.run import Traced
 
 FIRST_WEIGHTS, SECOND_WEIGHTS = "first", "second"
 
@@ -23,6 +25,7 @@ class Sample:
     """What one setting gave: sequences in the order of the prompts, and the trainer's scores by the scoring's name."""
 
     setting: Setting
+    shape: EngineShape
     weights: str
     prompts: list[list[int]]
     seeds: list[int]
@@ -57,13 +60,16 @@ class ArmRun:
 
     def __init__(
         self, arm: str, model: ModelUnderTest, plan: Plan, workers: tuple[Worker, Worker], group: WorkerGroup,
-        work: Path, progress: Progress, timeout: float,
+        work: Path, progress: Progress, timeout: float, out: Path | None = None,
     ):  # fmt: skip
+        """Traces of mismatches go to the folder ``out``; None: no mismatch is traced."""
         self.arm, self.model, self.plan = arm, model, plan
         self._engine, self._trainer = workers
         self._group, self._progress, self._timeout = group, progress, timeout
         self._contract = str(model.contract) if arm == "isoexec" else None
         self._shape: EngineShape | None = None
+        self._weights = FIRST_WEIGHTS  # of the open engine
+        self._out = out
         self._queue = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{arm}")
         self._scoring: list[Future] = []
         self.second_folder = work / f"{model.name}-{arm}-second"
@@ -73,6 +79,7 @@ class ArmRun:
         self.unable: str | None = None
         self._opened: Path | None = None  # by score_others
         self.agreement: Agreement | None = None  # of the isoexec arm
+        self.traceback: Traceback | None = None
 
     def run(self) -> list[Comparison]:
         """Every setting of the plan, compared.
@@ -105,12 +112,44 @@ class ArmRun:
             self._progress(f"{self.arm}: cannot go on: {self.unable}")
         finally:
             self._queue.shutdown(wait=True, cancel_futures=True)
-        return [
+        scored = [(s, scoring) for s in self.samples for scoring in self._scorings(s.setting) if scoring.name in s.trainer]
+        comparisons = [
             compare(self.model.name, self.arm, f"{s.setting.name} / {scoring.name}", s.engine, s.trainer[scoring.name])
-            for s in self.samples
-            for scoring in self._scorings(s.setting)
-            if scoring.name in s.trainer
+            for s, scoring in scored
         ]
+        wrong = [pair for pair, c in zip(scored, comparisons) if not c.passed]
+        if wrong and self.arm == "isoexec" and self._out is not None:
+            self.traceback = self._trace(*wrong[0])
+        return comparisons
+
+    def _trace(self, sample: Sample, scoring: Scoring) -> Traceback:
+        """Run a setting again with its ops recorded, on the weights that it had."""
+        name = f"{self.model.name} {sample.setting.name} {scoring.name}"
+        self._progress(f"{self.arm}: {sample.setting.name} / {scoring.name}: bits differ; running it again to find the first difference")
+        if (sample.shape, sample.weights) != (self._shape, self._weights):
+            self._open_engine(sample.shape)
+            if sample.weights == SECOND_WEIGHTS:
+                self._sync()
+        if sample.weights == FIRST_WEIGHTS:
+            self._trainer.call("open", self._timeout, **self._trainer_arguments(self.model.trainer_folder))
+        order = self._order(sample.setting)
+        rows = [s.rows for s in sample.engine], [s.rows for s in sample.trainer[scoring.name]]
+        mismatch = Mismatch(
+            name,
+            sample.prompts,
+            sample.tokens,
+            [s.logprobs for s in sample.engine],
+            [s.logprobs for s in sample.trainer[scoring.name]],
+            rows,
+            Traced(
+                lambda recording: self._generate(sample.setting, recording),
+                lambda recording: self._score(sample, scoring, recording),
+                order,
+            ),
+            {"model": self.model.name, "setting": sample.setting.name, "scoring": scoring.name, "weights": sample.weights,
+             "temperature": repr(sample.setting.temperature)},
+        )  # fmt: skip
+        return trace_mismatch(mismatch, self._out)
 
     def _may_fail(self, error: BaseException) -> bool:
         return self.arm == "native" and isinstance(error, OperationFailed) and not isinstance(error, WorkerRefused)
@@ -146,20 +185,22 @@ class ArmRun:
             self._open(engine_run.shape)
             if self.agreement is not None:
                 self.agreement.shake_hands()
-            self._engine.call("sync", self._timeout, weights=str(self.second_folder))
+            self._sync()
             if self.agreement is not None:
                 self.agreement.check_weights(f"sync to {engine_run.shape.name!r}")
             for setting in engine_run.after_sync:
                 self._sample(setting, SECOND_WEIGHTS)
 
+    def _sync(self) -> None:
+        self._engine.call("sync", self._timeout, weights=str(self.second_folder))
+        self._weights = SECOND_WEIGHTS
+
     def _open(self, shape: EngineShape) -> None:
         if shape == self._shape:
             return
         began = time.monotonic()
-        self._engine.call(
-            "open", self._timeout, model=str(self.model.folder), contract=self._contract, shape=shape.arguments()
-        )
-        first, self._shape = self._shape is None, shape
+        first = self._shape is None
+        self._open_engine(shape)
         if self.agreement is not None:
             self.agreement.shake_hands(wait=first)
             if first and self.model.trainer_folder == self.model.folder:
@@ -168,25 +209,19 @@ class ArmRun:
                 self.agreement.check_planted()  # and goes on: the tokens have to show it too
         self._progress(f"{self.arm}: engine {shape.name!r} ready in {time.monotonic() - began:.1f} s")
 
+    def _open_engine(self, shape: EngineShape) -> None:
+        self._engine.call("open", self._timeout, model=str(self.model.folder), contract=self._contract, shape=shape.arguments())
+        self._shape, self._weights = shape, FIRST_WEIGHTS
+
     def _sample(self, setting: Setting, weights: str) -> None:
         began = time.monotonic()
         prompts, seeds = self.prompts[: setting.prompts], self.seeds[: setting.prompts]
-        order = list(range(len(prompts)))
-        if setting.permuted:
-            order = order[1::2] + order[::2][::-1]
-        answer = self._engine.call(
-            "generate",
-            self._timeout,
-            prompts=[prompts[i] for i in order],
-            seeds=[seeds[i] for i in order],
-            temperature=setting.temperature,
-            max_tokens=setting.max_tokens,
-            one_at_a_time=setting.one_at_a_time,
-            rows=True,
-        )
+        answer = self._generate(setting)
+        order = self._order(setting)
         rollouts = [rollout for _, rollout in sorted(zip(order, answer["rollouts"], strict=True), key=lambda pair: pair[0])]
         sample = Sample(
             setting,
+            self._shape,
             weights,
             prompts,
             seeds,
@@ -200,6 +235,25 @@ class ArmRun:
         count = sum(len(t) for t in sample.tokens)
         self._progress(f"{self.arm}: {setting.name}: {count} tokens sampled in {time.monotonic() - began:.1f} s")
 
+    def _order(self, setting: Setting) -> list[int]:
+        """Prompts in the order in which a setting submits them."""
+        order = list(range(len(self.prompts[: setting.prompts])))
+        return order[1::2] + order[::2][::-1] if setting.permuted else order
+
+    def _generate(self, setting: Setting, recording: dict | None = None) -> dict:
+        order = self._order(setting)
+        return self._engine.call(
+            "generate",
+            self._timeout,
+            prompts=[self.prompts[i] for i in order],
+            seeds=[self.seeds[i] for i in order],
+            temperature=setting.temperature,
+            max_tokens=setting.max_tokens,
+            one_at_a_time=setting.one_at_a_time,
+            rows=True,
+            **({} if recording is None else {"trace": recording}),
+        )
+
     def _scorings(self, setting: Setting) -> tuple[Scoring, ...]:
         whole = self.arm == "isoexec" or self.plan.every_native_scoring
         return setting.scorings if whole else setting.scorings[:1]
@@ -210,7 +264,7 @@ class ArmRun:
 
         self._submit(score)
 
-    def _score(self, sample: Sample, scoring: Scoring) -> list[Scored]:
+    def _score(self, sample: Sample, scoring: Scoring, recording: dict | None = None) -> list[Scored]:
         answer = self._trainer.call(
             "score",
             self._timeout,
@@ -220,6 +274,7 @@ class ArmRun:
             grad=scoring.grad,
             recompute=scoring.recompute,
             rows=True,
+            **({} if recording is None else {"trace": recording}),
         )
         return [Scored(a["logprobs"], a["rows"]) for a in answer]
 

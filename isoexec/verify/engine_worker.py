@@ -8,6 +8,7 @@ import os
 from isoexec.contract import CONTRACT_VARIABLE
 from isoexec.ops._core import registry
 from isoexec.verify.protocol import serve, to_bits
+from isoexec.verify.trace.worker import recording
 
 
 class EngineOperations:
@@ -24,13 +25,17 @@ class EngineOperations:
         self._budget = shape["max_num_batched_tokens"]
         self._engine = self._engine_class(model, **shape)
 
-    def generate(self, prompts, seeds, temperature: float, max_tokens: int, one_at_a_time: bool, rows: bool) -> dict:
-        """Sample every prompt. Logprobs are fp32 bit patterns; ``rows`` adds digests of whole rows; ``evidence`` counts what happened."""
+    def generate(
+        self, prompts, seeds, temperature: float, max_tokens: int, one_at_a_time: bool, rows: bool, trace: dict | None = None
+    ) -> dict:
+        """Sample every prompt. Logprobs are fp32 bit patterns; ``rows`` adds digests of whole rows; ``evidence`` counts what happened;
+        ``trace`` records the ops (:func:`isoexec.verify.trace.worker.recording`)."""
         before = self._engine.num_preemptions
         batches = [([p], [s]) for p, s in zip(prompts, seeds)] if one_at_a_time else [(prompts, seeds)]
         rollouts = []
-        for batch_prompts, batch_seeds in batches:
-            rollouts += self._engine.generate(batch_prompts, batch_seeds, temperature, max_tokens, record_rows=rows)
+        with recording(trace, "engine"):
+            for batch_prompts, batch_seeds in batches:
+                rollouts += self._engine.generate(batch_prompts, batch_seeds, temperature, max_tokens, record_rows=rows)
         for prompt, rollout in zip(prompts, rollouts, strict=True):
             if list(rollout.prompt) != prompt:
                 raise ValueError(f"the engine returned another prompt ({len(rollout.prompt)} tokens) than was sent ({len(prompt)})")

@@ -25,6 +25,7 @@ from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import Worker, WorkerError, WorkerGroup, WorkerRefused
 from isoexec.verify.report import table, write_json, write_picture
 from isoexec.verify.settings import ARCHITECTURES, MADE_ARCHITECTURES, MAX_MODEL_LEN, Plan, brief_plan, control_plan, full_plan, quick_plan
+from isoexec.verify.trace.mismatch import Traceback
 from isoexec.verify.verdict import BAD_INPUT, INCONCLUSIVE, Verdict, add_changed_logprobs
 
 ARMS = ("native", "isoexec")
@@ -107,8 +108,9 @@ def verify(options: Options) -> int:
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with _alone(options.out):
-        for name in ("verify.json", "verify.png"):  # a run that ends early leaves no older result behind
-            (options.out / name).unlink(missing_ok=True)
+        older = [options.out / "verify.json", options.out / "verify.png", *options.out.glob("trace-*.zip")]
+        for file in older:  # a run that ends early leaves no older result behind
+            file.unlink(missing_ok=True)
         return _verify(options, logs)
 
 
@@ -142,6 +144,7 @@ class _Run:
         self._verdict = Verdict()
         self._comparisons: list[Comparison] = []
         self._models: dict[str, dict] = {}
+        self._tracebacks: list[Traceback] = []
 
     def run(self) -> int:
         self._start_workers()
@@ -187,6 +190,8 @@ class _Run:
             except BaseException as error:  # also Ctrl-C: the arms end when their workers do
                 self._group.fail(error)
                 raise
+        traced = runs["isoexec"].traceback
+        self._tracebacks += [traced] if traced else []
         control = runs["isoexec"].control()
         self._progress(f"control: one ulp in one weight changes {control.tokens - control.equal_tokens} of {control.tokens} tokens")
         samples = {arm: run.samples for arm, run in runs.items()}
@@ -202,6 +207,7 @@ class _Run:
             "mean_abs_error_to_hf_fp32": errors and _finite(dataclasses.asdict(errors)),
             "unable": unable,
             "control": control.as_run(),
+            "trace": traced.as_json() if traced else None,
             "evidence": {arm: {s.setting.name: s.evidence for s in arm_samples} for arm, arm_samples in samples.items()},
         }
 
@@ -225,7 +231,7 @@ class _Run:
     def _arm_run(self, arm: str, model: ModelUnderTest, plan: Plan) -> ArmRun:
         options = self._options
         return ArmRun(
-            arm, model, plan, self._workers[arm], self._group, self._work, self._progress, options.timeout
+            arm, model, plan, self._workers[arm], self._group, self._work, self._progress, options.timeout, options.out
         )
 
     def _accuracy(self, model: ModelUnderTest, isoexec: ArmRun, native: ArmRun) -> Accuracy:
@@ -265,6 +271,8 @@ class _Run:
                     f"isoexec {_said(error['isoexec'])}, native trainer {_said(error['native'])}"
                 )
         for line in self._verdict.lines():
+            print(line)
+        for line in (line for found in self._tracebacks for line in found.lines()):
             print(line)
         isoexec = [c for c in self._comparisons if c.arm == "isoexec"]
         print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from isoexec.verify.engine_worker import choose_contract, served
 from isoexec.verify.protocol import serve, to_bits
+from isoexec.verify.trace.worker import recording
 
 
 class TrainerOperations:
@@ -19,16 +20,20 @@ class TrainerOperations:
         choose_contract(contract)
         self._trainer = self._trainer_class(model, lr=learning_rate)
 
-    def score(self, sequences, temperature: float, packing, grad: bool, recompute: bool, rows: bool) -> list[dict]:
-        """Logprobs (fp32 bit patterns) and row digests of the generated tokens of (prompt, tokens) ``sequences``, in their order."""
-        scores = self._trainer.logprobs(
-            [(prompt, tokens) for prompt, tokens in sequences],
-            temperature=temperature,
-            packing=packing,
-            grad=grad,
-            recompute=recompute,
-            with_rows=rows,
-        )
+    def score(
+        self, sequences, temperature: float, packing, grad: bool, recompute: bool, rows: bool, trace: dict | None = None
+    ) -> list[dict]:
+        """Logprobs (fp32 bit patterns) and row digests of the generated tokens of (prompt, tokens) ``sequences``, in their order; ``trace``
+        records the ops (:func:`isoexec.verify.trace.worker.recording`)."""
+        with recording(trace, "trainer"):
+            scores = self._trainer.logprobs(
+                [(prompt, tokens) for prompt, tokens in sequences],
+                temperature=temperature,
+                packing=packing,
+                grad=grad,
+                recompute=recompute,
+                with_rows=rows,
+            )
         return [{"logprobs": to_bits(s.logprobs.tolist()), "rows": s.row_digests} for s in scores]
 
     def step(self, sequences, temperature: float, packing, weights: str) -> dict:
