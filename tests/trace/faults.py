@@ -92,7 +92,7 @@ FAULTS = {
     "one ulp in a convolution": Fault(
         "engine", "weights", 1, "gdn.conv1d", ulp(lambda p: p.layers[1].linear_attn.conv1d.weight), "weight", any_token
     ),
-    "a stale layer": Fault("engine", "weights", 1, "moe.expert_mlp", stale(lambda p: p.layers[1].mlp.experts.w2_weight), "weight down"),
+    "a stale layer": Fault("engine", "weights", 1, "moe.expert_mlp", stale(lambda p: p.layers[1].mlp.experts.w2_weight), "parameter down"),
     "a stale final norm": Fault(
         "engine", "weights", HEAD, "norm.zero_centered_rms_norm", stale(lambda p: p.model.model.norm.weight), "weight", any_token
     ),

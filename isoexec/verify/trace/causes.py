@@ -140,7 +140,7 @@ def _weights(where: tuple, ours: Side, theirs: Side) -> list[str]:
     for name in sorted(a.keys() & b.keys()):
         if weights_differ(a[name], b[name]):
             shown = (f"{side.name} {w[name]['dtype']}{w[name]['shape']} {w[name]['digest']}" for side, w in ((ours, a), (theirs, b)))
-            found.append(f"weight {name} differs: {', '.join(shown)}")
+            found.append(f"parameter {name} differs: {', '.join(shown)}")
     return found
 
 
