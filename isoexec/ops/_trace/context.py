@@ -53,10 +53,10 @@ def of_steps(a: dict, rows: Rows) -> torch.Tensor:
 
 def of_packed(a: dict, rows: Rows) -> torch.Tensor:
     """Digest of the keys and values up to each row, of sequences that lie whole in the batch."""
-    length = a["k"].shape[0]
-    each = _keys_and_values(a["k"], a["v"], rows.position[:length])
+    position = rows.position[: a["k"].shape[0]].to(a["k"].device)
+    each = _keys_and_values(a["k"], a["v"], position)
     total = each.cumsum(0)
-    first = torch.arange(length) - rows.position[:length]
+    first = torch.arange(len(position), device=position.device) - position
     return total - (total - each)[first]
 
 
@@ -77,7 +77,7 @@ def of_cache(a: dict, rows: Rows) -> torch.Tensor:
 def of_window(a: dict, rows: Rows) -> torch.Tensor:
     """Digest of the inputs that a convolution's taps reach back to, from the batch itself or from the window of an earlier step."""
     x, reach = a["x"], a["weight"].shape[1] - 1
-    own, position = row_digests(x), rows.position[: a["x"].shape[0]]
+    own, position = row_digests(x), rows.position[: len(x)].tolist()
     window = a.get("window")
     if "slots" in a:  # single tokens, whose windows lie in a pool
         before, plan_starts = row_digests(window[a["slots"].long()].flatten(0, 1)).view(-1, reach), range(len(x))
