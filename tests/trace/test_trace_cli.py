@@ -1,0 +1,32 @@
+"""What `isoexec trace` says before it starts anything."""
+
+import pytest
+
+from isoexec.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompts", "0"], "--prompts 0: expected at least 1"),
+        (["--tokens", "-3"], "--tokens -3: expected at least 1"),
+        (["--temperature", "0"], "--temperature 0.0: expected more than 0"),
+        (["--model", "absent"], "no such folder"),
+        (["--trainer-model", "absent"], "no such folder"),
+        (["--architecture", "LlamaForCausalLM"], "make_checkpoint knows"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", "run", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("verb", ([], ["run"], ["compare"]))
+def test_help_names_every_status(capsys, verb):
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", *verb, "--help"])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(verdict in told for verdict in ("identical", "divergent", "bad input", "inconclusive"))
