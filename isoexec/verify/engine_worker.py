@@ -33,7 +33,7 @@ class EngineOperations:
         before = self._engine.num_preemptions
         batches = [([p], [s]) for p, s in zip(prompts, seeds)] if one_at_a_time else [(prompts, seeds)]
         rollouts = []
-        with recording(trace, "engine"):
+        with recording(trace, "engine", lambda: self._engine.weight_manifest()):
             for batch_prompts, batch_seeds in batches:
                 rollouts += self._engine.generate(batch_prompts, batch_seeds, temperature, max_tokens, record_rows=rows)
         for prompt, rollout in zip(prompts, rollouts, strict=True):

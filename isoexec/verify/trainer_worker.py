@@ -25,7 +25,7 @@ class TrainerOperations:
     ) -> list[dict]:
         """Logprobs (fp32 bit patterns) and row digests of the generated tokens of (prompt, tokens) ``sequences``, in their order; ``trace``
         records the ops (:func:`isoexec.verify.trace.worker.recording`)."""
-        with recording(trace, "trainer"):
+        with recording(trace, "trainer", lambda: self._trainer.weight_manifest()):
             scores = self._trainer.logprobs(
                 [(prompt, tokens) for prompt, tokens in sequences],
                 temperature=temperature,

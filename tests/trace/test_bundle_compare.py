@@ -313,3 +313,14 @@ def test_hostile_json_is_refused_or_read(tmp_path, name, path, value):
 
 def test_names_in_a_bundle_are_text_on_the_page(tmp_path):
     assert "&lt;b&gt;&amp;made" in page(open_report([written(tmp_path / "a.zip")]))
+
+
+def test_tensors_of_the_checkpoint_are_named(tmp_path):
+    manifests = [{"a.weight": {"shape": [2], "dtype": "bfloat16", "digest": f"0x{d:016x}", "elements": 2}} for d in (1, 2)]
+    sides = [
+        (n, recording(n, c), None, {"weights": m}) for n, c, m in zip(("engine", "trainer"), ("engine_decode", "trainer_score"), manifests)
+    ]
+    bundle.write(tmp_path / "a.zip", sequences(), sides, {})
+    found = open_report([tmp_path / "a.zip"])
+    assert "tensors of the checkpoint that differ: a.weight" in found.notes
+    assert "weights" not in as_json(found)["environments"]["engine"]

@@ -43,6 +43,7 @@ def test_a_planted_ulp_is_traced_to_its_weight(arm, pair, tmp_path):
     assert found.file == tmp_path / "trace-model-together-score.zip"
     told = "\n".join(found.lines())
     assert str(found.file) in told and "different weights" in told and "parameter weight differs" in told, told
+    assert f"tensors of the checkpoint that differ: model.{PLANTED_WEIGHT}" in told, told
     first = found.report.compared.first
     assert (first.where.layer, first.where.stage) == (0, "norm.zero_centered_rms_norm") and "input_layernorm" in PLANTED_WEIGHT
     assert found.report.finding.element.differing == 1 and found.report.finding.element.index[-1] == 0  # the first weight of the row

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from isoexec.contract import ContractError
 from isoexec.contract.identity import differences
+from isoexec.contract.manifest import Manifest, differing
 from isoexec.verify.trace.bundle import HEAD, Sequence, Side, read
 from isoexec.verify.trace.causes import CLASSES, Finding, explain
 from isoexec.verify.trace.compare import STATUS, Compared, Divergence, Misfit, Stage, aligned, compare, layer_name
@@ -69,7 +70,7 @@ def report(ours: Side, theirs: Side, sequences: dict[int, Sequence], about: dict
     """Compare two sides and judge."""
     compared = compare(ours, theirs)
     found = Report("identical", (ours, theirs), sequences, compared, None, about, [*notes, *compared.notes])
-    found.notes += _contracts(ours, theirs)
+    found.notes += _contracts(ours, theirs) + _manifests(ours, theirs)
     found.logprobs = _logprobs(found)
     if compared.first is not None:
         found.verdict, found.finding = "divergent", explain(compared.first, ours, theirs)
@@ -90,6 +91,16 @@ def _contracts(ours: Side, theirs: Side) -> list[str]:
         return [f"the {side.name} ran without a contract" for side in (ours, theirs) if side.contract is None]
     found = differences(ours.contract, theirs.contract)
     return [f"the contracts differ: {'; '.join(map(str, found[:3]))}"] if found else []
+
+
+def _manifests(ours: Side, theirs: Side) -> list[str]:
+    """Tensors of the checkpoint that the sides hold differently, by their names there."""
+    held = [side.environment.get("weights") for side in (ours, theirs)]
+    if not all(held):
+        return []
+    names = differing(*map(Manifest.from_data, held))
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return [f"tensors of the checkpoint that differ: {', '.join(names[:4])}{more}"] if names else []
 
 
 def _logprobs(r: Report) -> dict[str, list[float]]:
@@ -145,7 +156,7 @@ def as_json(r: Report) -> dict:
         "element": None if finding is None or finding.element is None else asdict(finding.element),
         "notes": r.notes,
         "logprobs": {case: _distribution(values) for case, values in sorted(r.logprobs.items())},
-        "environments": {ours.name: ours.environment, theirs.name: theirs.environment},
+        "environments": {s.name: {k: v for k, v in s.environment.items() if k != "weights"} for s in (ours, theirs)},
     }
 
 

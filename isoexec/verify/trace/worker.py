@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 from isoexec.contract import active_contract
+from isoexec.contract.manifest import Manifest
 from isoexec.ops._core import registry
 from isoexec.ops._trace.recorder import Recorder, Wanted
 from isoexec.verify.trace import bundle
 
 
 @contextlib.contextmanager
-def recording(trace: dict | None, name: str):
+def recording(trace: dict | None, name: str, manifest: Callable[[], Manifest]):
     """Record the ops that run inside the block.
 
     Args:
         trace: ``file`` to write, and optionally ``level``, ``sequences``, ``numbers`` and ``wanted`` of
             :class:`isoexec.ops._trace.recorder.Recorder`; None records nothing.
         name: of the side.
+        manifest: of the weights that the runtime holds; asked in a first pass, which keeps no rows.
     """
     if trace is None:
         yield
@@ -29,12 +32,11 @@ def recording(trace: dict | None, name: str):
     with registry.observing(recorder):
         yield
     contract = active_contract()
-    bundle.write(
-        Path(trace["file"]),
-        {},
-        [(name, recorder.finish(), None if contract is None else contract.data(), environment(contract, name))],
-        {},
-    )
+    process = environment(contract, name)
+    if contract is not None and not wanted:
+        process["weights"] = manifest().data()
+    side = name, recorder.finish(), None if contract is None else contract.data(), process
+    bundle.write(Path(trace["file"]), {}, [side], {})
 
 
 def environment(contract, name: str) -> dict:
