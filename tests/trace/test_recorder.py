@@ -281,3 +281,15 @@ def test_constants_of_ops_that_share_a_stage():
     """The cache write comes first and has none."""
     constants = [entry for entry in paged(*qkv(), 2)["constants"] if entry["stage"] == "attention"]
     assert [entry["values"] for entry in constants] == [{"scale": "0.25", "kv_block": "16"}]
+
+
+def test_a_parameter_of_one_dimension_and_one_that_is_not_given():
+    from isoexec.ops import moe
+
+    logits, bias = torch.randn(4, 8), torch.randn(8)
+    for given in ({}, {"scoring": "sigmoid", "expert_bias": bias}):
+        recorder = Recorder()
+        with registry.observing(recorder), registry.executing("trainer_score"), registry.in_layer(0):
+            recorder.begin(*rows_of((4,)))
+            moe.route(logits, top_k=2, renormalize=True, **given)
+        assert [w["name"] for w in recorder.finish()["weights"]] == (["expert_bias"] if given else [])

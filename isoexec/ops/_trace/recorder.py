@@ -254,7 +254,7 @@ class Recorder:
     def _parameters(self, key: tuple, read: Read, a: dict, free: bool, joins: bool) -> None:
         known = self.weights.setdefault(key, {})
         for name in read.weights:
-            if name in known and not joins:
+            if a.get(name) is None or (name in known and not joins):
                 continue
             digest = int(weight_digest(a[name], ordered=not free)) % (1 << 64)
             shape, dtype = _shape(a[name])

@@ -78,7 +78,7 @@ STAGES: dict[str, tuple[Read, ...]] = {
     "rope.rope_table": (
         Read("rope.rope_table", (), ("cos", "sin"), constants=("rotary_dim", "theta"), positions=lambda a, rows: a["positions"]),
     ),
-    "rope.apply_rope": (Read("rope.apply_rope", ("x", "cos", "sin")),),
+    "rope.apply_rope": (Read("rope.apply_rope", ("x", "cos", "sin"), constants=("interleaved",)),),
     "norm.residual_add": (Read("norm.residual_add", ("x", "residual")),),
     "norm.rms_norm": (_norm("norm.rms_norm"),),
     "norm.zero_centered_rms_norm": (_norm("norm.zero_centered_rms_norm"),),
@@ -108,7 +108,15 @@ STAGES: dict[str, tuple[Read, ...]] = {
     "gdn.cpr_prefill": (_PREFILL,),
     "gdn.cpr_decode": (_DECODE,),
     "moe.router_logits": (Read("moe.router_logits", ("x",), weights=("weight",)),),
-    "moe.route": (Read("moe.route", ("logits",), ("weights", "experts"), constants=("top_k", "renormalize", "scoring", "scale")),),
+    "moe.route": (
+        Read(
+            "moe.route",
+            ("logits",),
+            ("weights", "experts"),
+            weights=("expert_bias",),
+            constants=("top_k", "renormalize", "scoring", "scale", "n_group", "topk_group"),
+        ),
+    ),
     "moe.dispatch": (Read("moe.dispatch", ("x", "weights", "experts"), ("x out", "weights out", "experts out", "")),),
     "moe.expert_mlp": (Read("moe.expert_mlp", ("x", "experts"), weights=("gate_up", "down")),),
     "moe.combine": (Read("moe.combine", ("values", "weights", "experts", "shared"), constants=("num_experts", "combine_groups")),),
