@@ -256,11 +256,11 @@ class Recorder:
         for name in read.weights:
             if a.get(name) is None or (name in known and not joins):
                 continue
+            if joins and name in known and a[name].data_ptr() in known[name]["parts"]:
+                continue
             digest = int(weight_digest(a[name], ordered=not free)) % (1 << 64)
             shape, dtype = _shape(a[name])
             if joins and name in known:
-                if a[name].data_ptr() in known[name]["parts"]:
-                    continue
                 digest = (digest + known[name]["digest"]) % (1 << 64)
                 shape = [known[name]["shape"][0] + shape[0], *shape[1:]]
                 known[name] |= {"digest": digest, "shape": shape, "parts": known[name]["parts"] | {a[name].data_ptr()}}
