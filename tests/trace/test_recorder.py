@@ -14,7 +14,7 @@ from isoexec.runtimes import evidence
 
 LENGTHS, HEADS, GROUPS, SIZE = (5, 9, 3), 4, 2, 16
 #: Statistics of the trainer, and what greedy tokens take, which have no logprob.
-UNREAD = {"moe.tokens_per_expert", "moe.load_balancing_loss", "sampling.split_greedy", "sampling.first_maximum"}
+UNREAD = {"moe.tokens_per_expert", "moe.load_balancing_loss", "moe.update_expert_bias", "sampling.split_greedy", "sampling.first_maximum"}
 BOUNDS = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
 
 
