@@ -96,7 +96,7 @@ FAULTS = {
     "a stale final norm": Fault(
         "engine", "weights", HEAD, "norm.zero_centered_rms_norm", stale(lambda p: p.model.model.norm.weight), "weight", any_token
     ),
-    "swapped experts": Fault("trainer", "weights", 0, "moe.expert_mlp", swapped(experts_of(trainer_layer(0)), 2, 5), "weight", any_token),
+    "swapped experts": Fault("trainer", "weights", 0, "moe.expert_mlp", swapped(experts_of(trainer_layer(0)), 2, 5), "parameter down", any_token),
     "swapped gate and up": Fault(
         "trainer", "weights", 0, "matmul.linear", halves(lambda p: p.layers[0].mlp.shared_experts.linear_fc1.weight), "weight"
     ),
@@ -162,7 +162,6 @@ FAULTS = {
     "other leaves": Fault("trainer", "op", 3, "matmul.row_parallel_linear", other_numerics(3, row_leaves=4), "leaves is 8", any_token),
     "another KV block": Fault("trainer", "op", 3, "attention", other_numerics(3, kv_block=32), "kv_block is 64", any_token),
     "another chunk": Fault("trainer", "op", 0, "gdn.core", other_numerics(0, gdn_chunk=32), "chunk is", any_token),
-    "another combine tree": Fault("trainer", "op", 2, "moe.combine", other_numerics(2, combine_groups=1), "combine_groups is", any_token),
     "a silu that is rounded": Fault(
         "trainer", "op", 1, "activation.silu_mul", served_by("activation.silu_mul", rounded_silu, 1), token=any_token
     ),

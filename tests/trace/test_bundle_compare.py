@@ -324,3 +324,11 @@ def test_tensors_of_the_checkpoint_are_named(tmp_path):
     found = open_report([tmp_path / "a.zip"])
     assert "tensors of the checkpoint that differ: a.weight" in found.notes
     assert "weights" not in as_json(found)["environments"]["engine"]
+
+
+def test_a_coarse_side_lacks_no_op(tmp_path):
+    """Recorded at level layers, it has not looked at the others; of one level they would be missing."""
+    coarse = recording("trainer", "trainer_score", stages=lambda layer: STAGES[-1:])
+    assert open_report([written(tmp_path / "a.zip", trainer=coarse)]).finding.kind == "structure"
+    coarse["level"] = "layers"
+    assert open_report([written(tmp_path / "a.zip", trainer=coarse)]).verdict == "identical"

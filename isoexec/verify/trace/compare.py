@@ -199,6 +199,8 @@ def _same_ops(ours: Stream, theirs: Stream) -> bool:
 
 def _misfits(ours: Side, theirs: Side) -> Iterator[Misfit]:
     """Layers in which no pass of one side runs the stages of a pass of the other."""
+    if (ours.level == "layers") != (theirs.level == "layers"):
+        return  # one of them did not look at every op
     layers = [{layer for _, layer in side.lists} for side in (ours, theirs)]
     for layer in sorted(layers[0] | layers[1]):
         lists = [[stages for (_, at), found in side.lists.items() if at == layer for stages in found] for side in (ours, theirs)]
