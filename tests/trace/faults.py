@@ -96,7 +96,9 @@ FAULTS = {
     "a stale final norm": Fault(
         "engine", "weights", HEAD, "norm.zero_centered_rms_norm", stale(lambda p: p.model.model.norm.weight), "weight", any_token
     ),
-    "swapped experts": Fault("trainer", "weights", 0, "moe.expert_mlp", swapped(experts_of(trainer_layer(0)), 2, 5), "parameter down", any_token),
+    "swapped experts": Fault(
+        "trainer", "weights", 0, "moe.expert_mlp", swapped(experts_of(trainer_layer(0)), 2, 5), "parameter down", any_token
+    ),
     "swapped gate and up": Fault(
         "trainer", "weights", 0, "matmul.linear", halves(lambda p: p.layers[0].mlp.shared_experts.linear_fc1.weight), "weight"
     ),
