@@ -17,7 +17,7 @@ from isoexec.contract import ContractError
 #: Environment name in SkyRL-Gym's registry.
 ENVIRONMENT = "reasoning_gym"
 #: Where held-out problems start; train problems start at 0.
-_HELD_OUT_OFFSET = 1 << 30
+HELD_OUT_OFFSET = 1 << 30
 #: Problems drawn for each row wanted before a generator is said to have too few distinct ones.
 _DRAWS = 20
 #: Seeds lie this far apart, so that two runs with neighbouring seeds do not train on the same problems.
@@ -97,7 +97,7 @@ def draw(task: Task, count: int, *, start: int, exclude: Iterable[str] = ()) -> 
 
 def split(task: Task, train: int, held_out: int, seed: int) -> tuple[list[dict], list[dict]]:
     """(train entries, held-out entries) with no question in common. The held-out ones do not depend on ``seed``: runs stay comparable."""
-    kept = draw(task, held_out, start=_HELD_OUT_OFFSET)
+    kept = draw(task, held_out, start=HELD_OUT_OFFSET)
     return draw(task, train, start=seed * _SEED_STRIDE, exclude=(e["question"] for e in kept)), kept
 
 

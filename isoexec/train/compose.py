@@ -1,0 +1,76 @@
+"""A recipe and its overrides, composed by Hydra into one configuration: the run's, with every key of SkyRL, and the ``recipe`` section."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from isoexec.contract import ContractError
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+OmegaConf.register_new_resolver("isoexec.times", lambda a, b: a * b, replace=True)
+
+
+def recipe_names(folder: Path = RECIPES) -> list[str]:
+    """Names of the recipes in ``folder``."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def compose(recipe: str, overrides: list[str], folder: Path = RECIPES) -> DictConfig:
+    """The configuration of ``recipe``, resolved, with every key of SkyRL.
+
+    Args:
+        overrides: in Hydra's grammar, e.g. ``trainer.train_batch_size=16``, ``hardware=gpu``, ``+recipe.task.config.min_digits=2``.
+
+    Raises:
+        ContractError: unknown recipe, an override that does not parse or names no key.
+    """
+    if recipe not in recipe_names(folder):
+        raise ContractError(f"recipe {recipe!r} is unknown; there are {', '.join(recipe_names(folder))}")
+    ConfigStore.instance().store(name="skyrl", node=_skyrl_defaults(), package="_global_", provider="skyrl")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            config = hydra_compose(recipe, overrides)
+        config.recipe.folder = str(folder)
+        return OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ContractError(f"recipe {recipe}: {_one_line(error)}") from error
+
+
+def as_yaml(config: DictConfig) -> str:
+    """What ``--cfg job`` prints."""
+    return OmegaConf.to_yaml(config, sort_keys=False)
+
+
+def _skyrl_defaults() -> dict:
+    from isoexec.runtimes.skyrl.config import TrainConfig
+
+    return _defaults(TrainConfig)
+
+
+def _defaults(cls) -> dict:
+    """Defaults of a config dataclass as declared. An instance also holds values derived from others, which an override would not move."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.default_factory):
+            found[field.name] = _defaults(field.default_factory)
+        else:
+            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            found[field.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    return found
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return re.sub(r"^Error merging override ", "override ", text)

@@ -1,0 +1,122 @@
+"""Recipes compose to a configuration that SkyRL and the run accept, and bad input is one line."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from isoexec.contract import ContractError
+from isoexec.runtimes.skyrl.config import TrainConfig
+from isoexec.train.check import prepare
+from isoexec.train.compose import RECIPES, as_yaml, compose, recipe_names
+from isoexec.train.section import recipe_section
+
+
+def test_every_recipe_is_one_that_skyrl_takes(composed):
+    from skyrl.train.utils import validate_cfg
+
+    assert recipe_names() == ["gpu", "node", "nodes", "tiny", "tiny-dense"]
+    for name in recipe_names():
+        config = composed(name, "trainer.policy.model.path=/somewhere")
+        section = recipe_section(OmegaConf.to_container(config.pop("recipe")))
+        assert section.name == name and section.folder == str(RECIPES)
+        typed = TrainConfig.from_dict_config(config)
+        validate_cfg(typed)
+        assert typed.generator.inference_engine.num_engines == 8 * section.nodes or section.nodes == 1
+
+
+def test_dapo_is_complete(composed):
+    for name in recipe_names():
+        config = composed(name, "trainer.policy.model.path=/somewhere")
+        algorithm, sampling = config.trainer.algorithm, config.generator.sampling_params
+        assert algorithm.eps_clip_high > algorithm.eps_clip_low
+        assert algorithm.dynamic_sampling.type == "filter"
+        assert algorithm.loss_reduction == "token_mean"
+        assert 0 < algorithm.overlong_buffer_len < sampling.max_generate_length and algorithm.overlong_buffer_penalty_factor == 1
+        assert algorithm.advantage_estimator == "grpo" and algorithm.grpo_norm_by_std
+        assert not algorithm.use_kl_loss and not algorithm.use_kl_in_reward
+        assert (sampling.top_p, sampling.top_k, sampling.logprobs) == (1.0, -1, 1)
+
+
+def test_groups_and_any_key_can_be_overridden(composed):
+    config = composed("tiny", "model=tiny-dense", "trainer.policy.megatron_config.mtp_loss_weight=0.5", "recipe.task.config.max_terms=4")
+    assert config.trainer.policy.model.path.endswith("start/dense")
+    assert config.trainer.policy.megatron_config.mtp_loss_weight == 0.5
+    assert config.recipe.task.config.max_terms == 4
+    assert composed("nodes", "recipe.nodes=4").generator.inference_engine.num_engines == 32
+
+
+def test_what_is_derived_follows_an_override(composed):
+    """Composition must not freeze what SkyRL derives from other entries."""
+    config = composed("tiny", "generator.sampling_params.temperature=0.7", "trainer.max_prompt_length=40")
+    del config["recipe"]
+    typed = TrainConfig.from_dict_config(config)
+    assert typed.trainer.algorithm.temperature == 0.7 and typed.generator.max_input_length == 40
+    assert typed.trainer.ref.model.path == typed.trainer.policy.model.path
+
+
+def test_printing_shows_every_key_and_reads_back(composed):
+    config = composed("tiny")
+    text = as_yaml(config)
+    assert OmegaConf.create(text) == config
+    assert "${" not in text and "clip_cov_lb" in text
+
+
+@pytest.mark.parametrize(
+    "recipe, override, message",
+    [
+        ("tinny", None, "recipe 'tinny' is unknown; there are gpu, node, nodes, tiny, tiny-dense"),
+        ("base/isoexec", None, "is unknown"),
+        ("tiny", "trainer.train_batchsize=1", "Could not override 'trainer.train_batchsize'"),
+        ("tiny", "hardware=mars", "Could not find 'hardware/mars'.*cpu gpu node nodes"),
+        ("tiny", "trainer.algorithm", "recipe tiny: "),
+        ("tiny", "a=[1", "recipe tiny: "),
+        ("tiny", "isoexec.out=${nowhere}", "nowhere"),
+    ],
+)
+def test_a_bad_command_line_is_one_message(recipe, override, message):
+    with pytest.raises(ContractError, match=message) as error:
+        compose(recipe, [override] if override else [])
+    assert "\n" not in str(error.value)
+
+
+#: Overrides of the tiny recipe, and what is said about them. ``{}`` stands for a folder with a checkpoint of 64 tokens of context.
+REFUSED = [
+    (["trainer.policy.model.path=null"], "trainer.policy.model.path: must be given"),
+    (["trainer.policy.model.path=/nowhere"], "no such folder"),
+    (["trainer.max_prompt_length=600"], "max_prompt_length 600 .*max_generate_length 8: the model's context holds 512"),
+    (["generator.sampling_params.temperature=0"], "temperature: expected more than 0, found 0"),
+    (["trainer.algorithm.temperature=0.5"], "temperature"),
+    (["generator.sampling_params.top_p=0.9"], "top_p: expected 1.0, found 0.9"),
+    (["generator.sampling_params.top_k=20"], "top_k"),
+    (["isoexec.arm=both"], "isoexec.arm: expected 'isoexec' or 'native', found 'both'"),
+    (["isoexec.contract=/nowhere.json"], "isoexec.contract: no file"),
+    (["recipe.task.generator=chain_some"], "'chain_some' is not in reasoning-gym"),
+    (["recipe.task.config.max_terms=0"], "max_terms"),
+    (["recipe.task.train=0"], "recipe.task.train: expected at least 1, found 0"),
+    (["recipe.task.train=many"], "recipe.task.train: expected int, found 'many'"),
+    (["recipe.backend=cuda"], "recipe tiny is for cuda, this process sees cpu"),
+    (["recipe.backend=tpu"], "recipe.backend: expected cpu or cuda, found 'tpu'"),
+    (["trainer.max_prompt_length=12"], "prompts have more than trainer.max_prompt_length = 12 tokens, the longest"),
+    (["trainer.max_prompt_length=12", "recipe.drop_long_prompts=true"], "nothing is left"),
+    (["recipe.task=null"], "data.train_data: must be given"),
+    (["recipe.task=null", "data.train_data=[/nowhere.parquet]"], "data.train_data: no file '/nowhere.parquet'"),
+    (["trainer.policy_mini_batch_size=5"], "configuration: "),
+    (["trainer.algorithm.policy_loss_type=none"], "policy_loss_type"),
+]
+
+
+@pytest.mark.parametrize("overrides, message", REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
+def test_what_cannot_run_is_refused_before_anything_starts(composed, tmp_path, overrides, message):
+    config = composed("tiny", "recipe.task.train=64", "recipe.task.held_out=16", *overrides)
+    config.isoexec.out = str(tmp_path)
+    with pytest.raises(ContractError, match=message) as error:
+        prepare(config)
+    assert "\n" not in str(error.value)
+
+
+def test_what_can_run_is_ready(composed, tmp_path):
+    config = composed("tiny", "recipe.task.train=64", "recipe.task.held_out=16")
+    config.isoexec.out = str(tmp_path)
+    ready = prepare(config)
+    assert "recipe" not in ready.config
+    assert [lengths.prompts for lengths in ready.lengths.values()] == [64, 16]
+    assert list(ready.config.data.train_data) == [str(tmp_path / "data" / "train.jsonl")]
