@@ -75,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     trace = verbs.add_parser("trace", help="find the first different bit of two runtimes, and why")
     add_trace_verbs(trace, argparse.RawDescriptionHelpFormatter)
 
+    train = verbs.add_parser("train", help="run a recipe: rollouts by vLLM, updates by Megatron, through SkyRL")
+    train.add_argument("words", nargs="*", metavar="[RECIPE] KEY=VALUE", help="recipe (default: tiny), then overrides in Hydra's grammar")
+    train.add_argument("--arm", choices=("isoexec", "native"), help="native: the same recipe with no contract")
+    train.add_argument("--compare", action="store_true", help="both arms with one seed, side by side")
+    train.add_argument("--cfg", choices=("job",), help="print the composed configuration and end")
+    train.set_defaults(run=_train)
+
     _add_contract(
         verbs.add_parser("contract", help="build, show, compare or check a contract").add_subparsers(required=True, metavar="VERB")
     )
@@ -153,6 +160,18 @@ def _contract_show(options) -> int:
     print()
     _print_rows([*contract.identities.items(), ("sha256", contract.digest)])
     return 0
+
+
+def _train(options) -> int:
+    from isoexec.train import launch
+
+    words = list(options.words)
+    recipe = words.pop(0) if words and not set("=~+") & set(words[0]) else launch.DEFAULT
+    overrides = words + ([f"isoexec.arm={options.arm}"] if options.arm else [])
+    if options.cfg:
+        launch.show(recipe, overrides)
+        return 0
+    return launch.compare(recipe, overrides) if options.compare else launch.train(recipe, overrides)
 
 
 def _contract_build(options) -> int:

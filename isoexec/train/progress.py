@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from os.path import commonprefix
 from pathlib import Path
 
 from isoexec.train.report import MISMATCH, entry, held_out, number, seconds, share
@@ -27,7 +28,7 @@ class Watch:
         self._path, self._total, self._stream = path, total, stream or sys.stderr
         if fresh:
             path.unlink(missing_ok=True)
-        self._read = path.stat().st_size if path.exists() else 0
+        self._seen = self._lines()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="isoexec-progress", daemon=True)
         self._began = time.monotonic()
@@ -46,15 +47,15 @@ class Watch:
         self._show()
 
     def _show(self) -> None:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._read)
-            added = file.read()
-        whole = added.rfind(b"\n") + 1  # a line that is still being written is read next time
-        self._read += whole
-        for line in added[:whole].splitlines():
-            print(self._line(json.loads(line)), file=self._stream, flush=True)
+        lines = self._lines()
+        known = len(commonprefix([self._seen, lines]))  # a resumed run takes the last lines back
+        self._seen = lines
+        for text in lines[known:]:
+            print(self._line(json.loads(text)), file=self._stream, flush=True)
+
+    def _lines(self) -> list[bytes]:
+        """Whole lines of the file; one that is still being written is read next time."""
+        return self._path.read_bytes().split(b"\n")[:-1] if self._path.exists() else []
 
     def _line(self, step: dict) -> str:
         return line(step, self._total, time.monotonic() - self._began)

@@ -89,9 +89,10 @@ def test_progress_shows_each_finished_step_once(tmp_path):
     assert "bits equal 100 %" in lines[1] and "held-out 65.00 %" in lines[3]
 
 
-def test_a_resumed_run_does_not_show_old_steps(tmp_path):
-    path, stream = write(tmp_path / "steps.jsonl", steps()[:2]), io.StringIO()
+def test_a_resumed_run_shows_the_steps_it_takes_again(tmp_path):
+    path, stream = write(tmp_path / "steps.jsonl", steps()[:3]), io.StringIO()
     with Watch(path, 3, fresh=False, stream=stream):
-        with path.open("a") as file:
-            file.write(json.dumps(steps()[2]) + "\n")
-    assert len(stream.getvalue().splitlines()) == 1 and " 2/3" in stream.getvalue()
+        write(path, steps()[:2])
+        time.sleep(0.7)
+        write(path, steps())
+    assert [line.split("/3")[0].split()[-1] for line in stream.getvalue().splitlines()] == ["2", "3"]

@@ -1,0 +1,125 @@
+"""``isoexec train``: one arm in this process, or both, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from isoexec.contract import ContractError
+from isoexec.train import report
+from isoexec.train.progress import Watch
+
+#: In the order in which a comparison runs them: what a contract refuses is found in the first minute.
+ARMS = ("isoexec", "native")
+#: Recipe of a command that names none.
+DEFAULT = "tiny"
+
+
+def show(recipe: str, overrides: list[str]) -> None:
+    """Print what a run would be given."""
+    from isoexec.train.compose import as_yaml, compose
+
+    print(as_yaml(compose(recipe, overrides)), end="")
+
+
+def train(recipe: str, overrides: list[str]) -> int:
+    """One run, in this process; prints its summary and writes it into the run's folder.
+
+    Returns:
+        0; 1 after a token whose bits differ.
+
+    Raises:
+        ContractError: bad input; nothing was started.
+    """
+    from isoexec.train.check import prepare
+    from isoexec.train.compose import compose
+
+    composed = compose(recipe, overrides)
+    out = Path(composed.isoexec.out)
+    with _alone(out):
+        config = prepare(composed).config
+        os.environ["TENSORBOARD_DIR"] = str((out / "tensorboard").resolve())
+        fresh = config.trainer.resume_mode in (None, "none")
+        with Watch(out / "steps.jsonl", config.trainer.max_training_steps, fresh=fresh):
+            status = _run(config)
+        return status or _report(out, config.isoexec.arm)
+
+
+def _report(out: Path, arm: str) -> int:
+    text = report.text([report.summary(report.read(out / "steps.jsonl"), arm)])
+    (out / "summary.md").write_text(text, encoding="utf-8")
+    print(text, end="")
+    print(f"{out / 'steps.jsonl'}; tensorboard --logdir {out / 'tensorboard'}")
+    return 0
+
+
+def _run(config) -> int:
+    from isoexec.runtimes.skyrl.config import ConfigError
+    from isoexec.runtimes.skyrl.mismatch import RolloutMismatch
+    from isoexec.runtimes.skyrl.run import train as run
+    from isoexec.runtimes.skyrl.trainer import RewardError
+
+    try:
+        run(config)
+    except RolloutMismatch as error:
+        print(f"isoexec: {error}", file=sys.stderr)
+        return 1
+    except (ConfigError, RewardError) as error:
+        raise ContractError(str(error)) from error
+    return 0
+
+
+def compare(recipe: str, overrides: list[str]) -> int:
+    """Both arms with one seed, one after the other: ``<out>.json`` and ``<out>.png`` beside the folder that holds their runs.
+
+    Returns:
+        0, or the first exit status of an arm that is not.
+
+    Raises:
+        ContractError: bad input; nothing was started.
+    """
+    from isoexec.train.compose import compose
+
+    if chosen := [o for o in overrides if o.startswith("isoexec.arm=")]:
+        raise ContractError(f"{chosen[0]}: a comparison runs both arms; leave it out")
+    out = Path(compose(recipe, overrides).isoexec.out)
+    for arm in ARMS:
+        print(f"== {arm}", file=sys.stderr, flush=True)
+        own = [f"isoexec.arm={arm}", f"isoexec.out={_quoted(out / arm)}"]
+        command = [sys.executable, "-m", "isoexec.cli", "train", recipe, *overrides, *own]
+        status = subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
+        if status:
+            print(f"the {arm} arm ended with status {status}; nothing is compared", file=sys.stderr)
+            return status
+    steps = {arm: report.read(out / arm / "steps.jsonl") for arm in ARMS}
+    summaries = [report.summary(steps[arm], arm) for arm in ARMS]
+    document = {"recipe": recipe, "overrides": overrides, "arms": {s.arm: s.as_dict() | {"steps": steps[s.arm]} for s in summaries}}
+    numbers, picture = (out.with_name(f"{out.name}.{kind}") for kind in ("json", "png"))
+    report.write_json(numbers, document)
+    report.picture(picture, steps)
+    print(report.text(summaries), end="")
+    print(f"{numbers}, {picture}")
+    return 0
+
+
+def _quoted(path: Path) -> str:
+    """A path as a value of Hydra's override grammar, in which backslashes count only before a quote."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), str(path))
+    return f"'{escaped}'"
+
+
+@contextlib.contextmanager
+def _alone(out: Path):
+    """Hold ``out`` against a second run, which would write into this one's steps and checkpoints."""
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ContractError(f"another run writes to {str(out)!r}; wait for it, or name another folder with isoexec.out") from None
+        yield
