@@ -6,12 +6,20 @@ uses. Here the driver names these classes, and the real ones are imported where 
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 
 import ray
 from skyrl.train.utils.ray_logging import redirect_actor_output_to_file
 
-from isoexec.runtimes.skyrl.config import TrainConfig, uses_gpus
+from isoexec.runtimes.skyrl.config import HIDE_VARIABLE, TrainConfig, uses_gpus
+
+
+def _begin() -> None:
+    """First of all in an actor: its output goes to the run's log, and it sees the devices of the run."""
+    redirect_actor_output_to_file()
+    if os.environ.get(HIDE_VARIABLE):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 class EngineActor:
@@ -30,7 +38,7 @@ class EngineActor:
         return kwargs
 
     def __init__(self, args: Namespace, *positional, **kwargs):
-        redirect_actor_output_to_file()
+        _begin()
         from isoexec.runtimes.skyrl.server import Server
 
         self._server = Server(args.config, *positional, **kwargs)
@@ -86,7 +94,7 @@ class _PolicyActor:
     """SkyRL's policy worker protocol around :class:`isoexec.runtimes.skyrl.worker.PolicyWorker`."""
 
     def __init__(self, **kwargs):
-        redirect_actor_output_to_file()
+        _begin()
         from isoexec.runtimes.skyrl.worker import PolicyWorker
 
         self._worker = PolicyWorker(**kwargs)

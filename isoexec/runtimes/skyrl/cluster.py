@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group, placement_group_table
 from skyrl.train.utils.utils import ResolvedPlacementGroup, get_ray_pg_ready_with_timeout, prepare_runtime_environment
 
 from isoexec.contract import CONTRACT_VARIABLE
-from isoexec.runtimes.skyrl.config import SYNC_VARIABLE, ConfigError, TrainConfig, uses_gpus
+from isoexec.runtimes.skyrl.config import HIDE_VARIABLE, SYNC_VARIABLE, ConfigError, TrainConfig, uses_gpus
 
 _OBJECT_STORE = 256 << 20  # bytes; a batch of prompts and logprobs is small
 _TIMEOUT = 180  # seconds for placement
@@ -22,8 +22,7 @@ _ATTEMPTS = 4
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 #: Environment of every actor on the CPU: one thread each, nothing that compiles, no GPU though Ray counts some.
 _CPU_ENVIRONMENT = {
-    _DEVICES: "",
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    HIDE_VARIABLE: "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

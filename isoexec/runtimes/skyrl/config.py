@@ -16,6 +16,8 @@ ARMS = ("isoexec", "native")
 ON_MISMATCH = ("stop", "warn")
 #: Tells the policy worker where weights pass to the engines.
 SYNC_VARIABLE = "ISOEXEC_SYNC_FOLDER"
+#: Tells an actor of a run on the CPU to see no GPU. Ray itself must see as many as it counts.
+HIDE_VARIABLE = "ISOEXEC_HIDE_GPUS"
 
 
 class ConfigError(ValueError):
