@@ -14,6 +14,11 @@ import pytest
 
 from isoexec.runtimes.skyrl.steps import read_steps
 
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("ISOEXEC_TEST_TRAINING"),
+    reason="starts Ray, vLLM and Megatron twice, which a busy machine may be too slow for; ISOEXEC_TEST_TRAINING=1 runs it",
+)
+
 HERE = Path(__file__).parent
 STEPS = 3
 CHECKPOINTS = ("trainer.ckpt_interval=1", "trainer.resume_mode=latest")

@@ -36,7 +36,8 @@ def test_sequences_can_be_chosen(pair):
     rollouts, engine = pair.clean()
     scores, trainer = pair.score(rollouts, sequences=[1, 4], level="layers")
     found = pair.report(rollouts, scores, engine, trainer)
-    assert found.verdict == "identical" and {sequence for sequence, _ in found.compared.tokens} == {1, 4}
+    assert found.verdict == "identical", lines(found)
+    assert {sequence for sequence, _ in found.compared.tokens} == {1, 4}
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -187,7 +187,9 @@ def _comparable(ours: Stream, theirs: Stream, sides) -> tuple[list[tuple[str, st
         if a is not None and b is not None:
             if a[2] // _ELEMENT.get(a[1], 1) == b[2] // _ELEMENT.get(b[1], 1):
                 names.append((name, a[0]))
-        elif (a or b)[0] == "in" and name not in (sides[0] if a is None else sides[1]).unplaced and _same_ops(ours, theirs):
+        elif (a or b)[0] != "in" or not _as_coarse(*sides):
+            continue
+        elif name not in (sides[0] if a is None else sides[1]).unplaced and _same_ops(ours, theirs):
             alone.append(Field(name, "missing", None if a is None else 1, None if b is None else 1))
     return names, alone
 
@@ -197,10 +199,15 @@ def _same_ops(ours: Stream, theirs: Stream) -> bool:
     return bool(set(ours.ops) & set(theirs.ops))
 
 
+def _as_coarse(ours: Side, theirs: Side) -> bool:
+    """Whether both sides looked at the same things: a recording of level layers has seen neither every op nor what they read."""
+    return (ours.level == "layers") == (theirs.level == "layers")
+
+
 def _misfits(ours: Side, theirs: Side) -> Iterator[Misfit]:
     """Layers in which no pass of one side runs the stages of a pass of the other."""
-    if (ours.level == "layers") != (theirs.level == "layers"):
-        return  # one of them did not look at every op
+    if not _as_coarse(ours, theirs):
+        return
     layers = [{layer for _, layer in side.lists} for side in (ours, theirs)]
     for layer in sorted(layers[0] | layers[1]):
         lists = [[stages for (_, at), found in side.lists.items() if at == layer for stages in found] for side in (ours, theirs)]
