@@ -31,12 +31,13 @@ def test_the_hook_digests_the_row_that_vllm_sorted():
             return SamplerOutput(sampled[:, None].int(), Sampler.gather_logprobs(values, count, sampled))
 
     sampler = Sampled()
-    rows.carry_digests(sampler, 33)
-    whole = sampler(logprobs, 33).logprobs_tensors
+    with rows.carried_digests(sampler, 33):
+        whole = sampler(logprobs, 33).logprobs_tensors
+        moved = sampler(nudge(logprobs, 2 * 33 + 5), 33).logprobs_tensors.logprob_token_ids[:, 1:].tolist()
+        assert sampler(logprobs, 2).logprobs_tensors.logprobs.shape == (5, 3)  # the largest two: nothing to digest
     assert whole.logprob_token_ids[:, 0].tolist() == sampled.tolist()
     assert torch.equal(whole.logprobs[:, 0], logprobs.gather(1, sampled[:, None])[:, 0])
     carried = [rows.from_words(words) for words in whole.logprob_token_ids[:, 1:].tolist()]
     assert carried == row_digests(logprobs)
-    moved = sampler(nudge(logprobs, 2 * 33 + 5), 33).logprobs_tensors.logprob_token_ids[:, 1:].tolist()
     assert [rows.from_words(words) == digest for words, digest in zip(moved, carried)] == [True, True, False, True, True]
-    assert sampler(logprobs, 2).logprobs_tensors.logprobs.shape == (5, 3)  # the largest two: nothing to digest
+    assert sampler(logprobs, 33).logprobs_tensors.logprobs.shape == (5, 34)  # afterwards whole rows are whole again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterable
@@ -125,7 +126,6 @@ class RolloutEngine:
                 **engine_args,
             }
         )
-        rows.carry_digests(self._runner.sampler, self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
         self._preemptions_before = self._counter("vllm:num_preemptions")
         self._folder, self._contract, self._syncs = model, contract, 0
         self._observer, self._first_observed = None, 0
@@ -159,7 +159,9 @@ class RolloutEngine:
             )
             for seed in seeds
         ]
-        outputs = self.request(prompts, params)
+        vocab_size = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        with rows.carried_digests(self._runner.sampler, vocab_size) if record_rows else contextlib.nullcontext():
+            outputs = self.request(prompts, params)
         return [_rollout(prompt, output, record_rows) for prompt, output in zip(prompts, outputs, strict=True)]
 
     def request(self, prompts: list[list[int]], params: list) -> list:

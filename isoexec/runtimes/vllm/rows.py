@@ -7,7 +7,9 @@ routes, discards and orders as it does with real ones.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -16,8 +18,9 @@ from isoexec.ops._core.bits import row_digests
 _WORDS = 2  # int32; a digest has 64 bits
 
 
-def carry_digests(sampler: torch.nn.Module, vocab_size: int) -> None:
-    """Have ``sampler`` (vLLM's ``Sampler``) return digests instead of whole rows; what was not asked for whole stays as it is."""
+@contextlib.contextmanager
+def carried_digests(sampler: torch.nn.Module, vocab_size: int) -> Iterator[None]:
+    """Inside, ``sampler`` (vLLM's ``Sampler``) returns digests instead of whole rows; what was not asked for whole stays as it is."""
 
     def replace(_, __, output):
         tensors = output.logprobs_tensors
@@ -32,7 +35,11 @@ def carry_digests(sampler: torch.nn.Module, vocab_size: int) -> None:
         )
         return dataclasses.replace(output, logprobs_tensors=carried)
 
-    sampler.register_forward_hook(replace)
+    handle = sampler.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def to_words(digest: str) -> list[int]:
