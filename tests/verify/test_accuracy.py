@@ -6,13 +6,13 @@ from isoexec.verify.accuracy import Accuracy, accuracy, measure, rollouts
 from isoexec.verify.arm import Sample
 from isoexec.verify.compare import Scored
 from isoexec.verify.protocol import to_bits
-from isoexec.verify.settings import Setting
+from isoexec.verify.settings import WHOLE, Setting
 
 
 def sample(tokens: list[list[int]], values: list[list[float]], *, weights="first", temperature=1.0) -> Sample:
     prompts = [[index + 5] for index in range(len(tokens))]
     engine = [Scored(to_bits(v)) for v in values]
-    return Sample(Setting("s", temperature=temperature), weights, prompts, [7] * len(tokens), tokens, engine, {})
+    return Sample(Setting("s", temperature=temperature), WHOLE, weights, prompts, [7] * len(tokens), tokens, engine, {})
 
 
 def test_errors_are_means_over_the_same_tokens():
