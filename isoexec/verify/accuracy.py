@@ -29,11 +29,6 @@ class Accuracy:
     native: float
 
     @property
-    def ratio(self) -> float:
-        """isoexec's error over native's."""
-        return self.isoexec / self.native
-
-    @property
     def enough(self) -> bool:
         """Whether isoexec is within :data:`ACCURACY_BOUND` of native. A number that is not finite never is."""
         return math.isfinite(self.isoexec) and self.isoexec <= ACCURACY_BOUND * self.native

@@ -166,9 +166,9 @@ class ArmRun:
         if self._opened != folder:
             self._trainer.call("open", self._timeout, **self._trainer_arguments(folder))
             self._opened = folder
-        sizes = [[index] for index in range(len(sequences))]  # one sequence a group, as in _packing
+        alone = [[index] for index in range(len(sequences))]  # one sequence a group, as in _packing
         answer = self._trainer.call(
-            "score", self._timeout, sequences=sequences, temperature=temperature, packing=sizes, grad=False, recompute=False, rows=False
+            "score", self._timeout, sequences=sequences, temperature=temperature, packing=alone, grad=False, recompute=False, rows=False
         )
         return [a["logprobs"] for a in answer]
 
