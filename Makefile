@@ -12,7 +12,7 @@ SHELL := /bin/bash
 chosen = $(shell scripts/build --backend $(BACKEND) --which)
 bin = build/$(chosen)/venv/bin
 
-.PHONY: help build test verify-logprobs train-dapo patches-check lock bundle clean distclean
+.PHONY: help build test verify-logprobs train-dapo bench patches-check lock bundle clean distclean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ verify-logprobs: build ## both runtimes on the same tokens: logprobs must be equ
 
 train-dapo: build ## a DAPO run in which the importance ratio is 1 (ARM=native, COMPARE=1 for both arms, ARGS="RECIPE KEY=VALUE ...")
 	@$(bin)/isoexec train $(if $(filter-out 0,$(COMPARE)),--compare) $(if $(ARM),--arm $(ARM)) $(ARGS)
+
+bench: build ## times against native kernels, on a GPU host: bench/results.csv and results.png (ARGS="--native DIR")
+	@$(bin)/python -m bench $(ARGS)
 
 patches-check: ## prove from the archives that the patch series, their export and the built trees agree
 	@scripts/patches check --backend $(chosen)

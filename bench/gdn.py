@@ -1,8 +1,8 @@
 """Gated DeltaNet against the native kernels: medians on one GPU, both in one run.
 
-    python -m bench.gdn --native DIR [--sweep best.json] [--csv bench/results.csv] [--commit HASH]
+    python -m bench.gdn [--native DIR] [--sweep best.json] [--csv bench/results.csv] [--commit HASH]
 
-DIR holds `fla` (fla-core 0.5.1) and `vllm` (the Triton files of vLLM 0.23.0 that these kernels need). Decode is replayed from a CUDA
+DIR holds `fla` (fla-core 0.5.1) and `vllm` (the Triton files of vLLM 0.23.0 that these kernels need), if the environment has none. Decode is replayed from a CUDA
 graph whose launches walk through pools larger than the L2 cache, as the layers of a model do; sequence shapes exceed it by themselves.
 Without --sweep the committed launch table is measured; --sweep times the candidates first and reports the best ones, to be committed.
 """
@@ -10,8 +10,6 @@ Without --sweep the committed launch table is measured; --sweep times the candid
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import subprocess
 import sys
@@ -21,6 +19,7 @@ import types
 import torch
 import triton
 
+from bench.table import PATH, Table, need_gpu
 from isoexec.ops import gdn
 from isoexec.ops.gdn import launch, triton_core, triton_gradient
 from tests.gdn.cases import inputs
@@ -29,7 +28,6 @@ H, HV, D, C = 16, 32, 128, 16
 SEQUENCES = {"1x10240": [10240], "8x1280": [1280] * 8, "5x2048": [2048] * 5, "1x8192": [8192]}
 BATCHES = (1, 8, 64, 256)
 L2_BYTES = 120e6
-COLUMNS = ["op", "stage", "shape", "ours_us", "native_us", "ratio", "native", "target", "device", "versions", "kernels", "commit", "date"]
 TARGETS = {("cpr_wy", "trainer forward + backward"): 1.02, ("cpr_wy", "prefill"): 0.80, ("mixer", "prefill"): 0.90, ("mixer", "decode"): 0.90}
 DECODE_TARGETS = {1: 1.5, 8: 1.5, 64: 0.70, 256: 0.70}
 CANDIDATES = {
@@ -245,13 +243,14 @@ def measure(shapes, batches):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--native", required=True)
-    parser.add_argument("--csv")
+    parser.add_argument("--native", default="")
+    parser.add_argument("--csv", default=PATH)
     parser.add_argument("--sweep")
     parser.add_argument("--commit", default="")
     parser.add_argument("--warm", type=int, nargs=2, metavar=("SHARE", "OF"), help="compile a share of the kernels, measure nothing")
     args = parser.parse_args()
-    sys.path.insert(0, args.native)
+    if args.native:
+        sys.path.insert(0, args.native)
     torch.set_grad_enabled(False)
     cache: dict = {}
 
@@ -266,16 +265,11 @@ def main():
     if args.sweep:
         with open(args.sweep, "w") as file:
             json.dump(sweep(shapes), file, indent=1)
-    stamp = [torch.cuda.get_device_name(), f"torch {torch.__version__}, triton {triton.__version__}", launch.digest()[:16],
-             args.commit, datetime.date.today().isoformat()]  # fmt: skip
-    table = []
+    table, kernels = Table(args.csv, args.commit), launch.digest()[:16]
     for op, stage, shape, ours, native, target in measure(shapes, BATCHES):
         name, best = min(native.items(), key=lambda item: item[1])
-        table.append([op, stage, shape, f"{ours:.1f}", f"{best:.1f}", f"{ours / best:.3f}", name, target or "", *stamp])
-        print(f"{op:8s} {stage:28s} {shape:8s} ours {ours:8.1f} native {best:8.1f} ratio {ours / best:.3f} target {target} {native}", flush=True)
-        if args.csv:
-            with open(args.csv, "w", newline="") as file:
-                csv.writer(file).writerows([COLUMNS, *table])
+        clock = "graph" if stage == "decode" else "events"
+        table.add(f"{op} C={C}", stage, shape, ours, best, name, target=target, clock=clock, note=f"launch table {kernels}")
 
 
 def warm(shapes, share, of):
@@ -316,6 +310,7 @@ def warm_all(argv, processes=12, limit_s=90):
 
 
 if __name__ == "__main__":
+    need_gpu()
     if "--warm" not in sys.argv:
-        warm_all(["--native", sys.argv[sys.argv.index("--native") + 1]])
+        warm_all(["--native", sys.argv[sys.argv.index("--native") + 1]] if "--native" in sys.argv else [])
     main()

@@ -1,4 +1,4 @@
-"""Times the GPU ops against the native kernels in the same run: ``python bench/ops.py [--out FILE] [--only WORD]``.
+"""Times the GPU ops against the native kernels in the same run: ``python -m bench.ops [--out FILE] [--only WORD]``.
 
 Medians over rotating inputs (so that small cases do not sit in the L2 cache), of replayed CUDA graphs where a case can be captured
 (what an engine does; column ``clock``), else of event times, which include the host's work. ``native`` is what a stock stack runs: torch's
@@ -8,21 +8,18 @@ fused or eager kernels, cuBLAS, torch's attention; for purely memory-bound ops w
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import itertools
-import subprocess
 import sys
 
 import torch
 import triton
 from torch.nn import functional as F
 
+from bench import table
 from isoexec.ops import activation, attention, embedding, logprob, matmul, norm, rope
 from isoexec.ops.matmul import triton as portable_matmul
 
 EPS = 1e-6
-COLUMNS = ("op", "stage", "shape", "ours_us", "native_us", "ratio", "native", "clock", "device", "versions", "commit", "date")
 
 
 def randn(*shape, dtype=torch.bfloat16, scale=1.0):
@@ -48,13 +45,11 @@ def copy_of(bytes_moved):
     return lambda: (torch.empty(size, dtype=torch.uint16, device="cuda"), torch.empty(size, dtype=torch.uint16, device="cuda"))
 
 
-class Table:
-    def __init__(self, only, commit):
-        self.only, self.rows = only, []
-        if not commit:
-            commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        versions = f"torch {torch.__version__}, triton {triton.__version__}"
-        self.fixed = dict(device=torch.cuda.get_device_name(), versions=versions, commit=commit, date=datetime.date.today().isoformat())
+class Cases:
+    """Times cases whose op's name holds ``only`` and adds them to the table."""
+
+    def __init__(self, only, table):
+        self.only, self.table = only, table
 
     def add(self, op, case, ours, native, inputs, label, native_inputs=None):
         if self.only and self.only not in op:
@@ -66,43 +61,40 @@ class Table:
         except Exception as error:  # a case that fails is reported, the others still count
             print(f"{op} {case}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return
-        ratio = ours_us / native_us
         stage, shape = "forward + backward" if clock == "events" else "forward", case.removesuffix(" with gradient").removesuffix(",")
-        self.rows.append(dict(self.fixed, op=op, stage=stage, shape=shape, ours_us=f"{ours_us:.1f}", native_us=f"{native_us:.1f}",
-                              ratio=f"{ratio:.2f}", native=label, clock=clock))  # fmt: skip
-        print(f"{op:34} {case:36} {ours_us:9.1f} {native_us:9.1f} {ratio:6.2f}  {label}", flush=True)
+        self.table.add(op, stage, shape, ours_us, native_us, label, clock=clock)
 
 
-def norms(table):
+def norms(cases):
     for T, D in ((16, 2048), (8192, 2048), (8192, 4096)):
         w, size = randn(D), 2 * T * D
         xs = sets(lambda: (randn(T, D),), 2 * size)
-        table.add("norm.rms_norm", f"{T}x{D}", lambda x: norm.rms_norm(x, w, EPS), lambda x: F.rms_norm(x, (D,), w, EPS), xs, "F.rms_norm")
-        table.add("norm.add_rms_norm", f"{T}x{D}", lambda x, r: norm.add_rms_norm(x, r, w, EPS), lambda a, b: b.copy_(a),
+        cases.add("norm.rms_norm", f"{T}x{D}", lambda x: norm.rms_norm(x, w, EPS), lambda x: F.rms_norm(x, (D,), w, EPS), xs, "F.rms_norm")
+        cases.add("norm.add_rms_norm", f"{T}x{D}", lambda x, r: norm.add_rms_norm(x, r, w, EPS), lambda a, b: b.copy_(a),
                   sets(lambda: (randn(T, D), randn(T, D)), 4 * size), "copy of the same bytes", sets(copy_of(4 * size), 4 * size))  # fmt: skip
     w, T, H = randn(128), 8192, 16
-    table.add("norm.rms_norm", "heads 8192x16x128", lambda x: norm.rms_norm(x, w, EPS), lambda x: F.rms_norm(x, (128,), w, EPS),
+    cases.add("norm.rms_norm", "heads 8192x16x128", lambda x: norm.rms_norm(x, w, EPS), lambda x: F.rms_norm(x, (128,), w, EPS),
               sets(lambda: (randn(T, H, 128),), 1 << 26), "F.rms_norm")  # fmt: skip
     x, w, g = randn(8192, 2048).requires_grad_(), randn(2048).requires_grad_(), randn(8192, 2048)
-    table.add("norm.rms_norm", "8192x2048 with gradient", lambda: torch.autograd.grad(norm.rms_norm(x, w, EPS), (x, w), g),
+    cases.add("norm.rms_norm", "8192x2048 with gradient", lambda: torch.autograd.grad(norm.rms_norm(x, w, EPS), (x, w), g),
               lambda: torch.autograd.grad(F.rms_norm(x, (2048,), w, EPS), (x, w), g), [()], "F.rms_norm")  # fmt: skip
     bytes_moved = 3 * 2 * 8192 * 32 * 128
     w = randn(128)
-    table.add("norm.gated_rms_norm", "8192x32x128", lambda x, z: norm.gated_rms_norm(x, z, w, EPS), lambda a, b: b.copy_(a),
+    cases.add("norm.gated_rms_norm", "8192x32x128", lambda x, z: norm.gated_rms_norm(x, z, w, EPS), lambda a, b: b.copy_(a),
               sets(lambda: (randn(8192, 32, 128), randn(8192, 32, 128)), bytes_moved), "copy of the same bytes", sets(copy_of(bytes_moved), bytes_moved))  # fmt: skip
 
 
-def elementwise(table):
+def elementwise(cases):
     for T in (16, 8192):
         moved = 3 * 2 * T * 6144
-        table.add("activation.silu_mul", f"{T}x6144", activation.silu_mul, lambda a, b: b.copy_(a), sets(lambda: (randn(T, 12288),), moved),
+        cases.add("activation.silu_mul", f"{T}x6144", activation.silu_mul, lambda a, b: b.copy_(a), sets(lambda: (randn(T, 12288),), moved),
                   "copy of the same bytes", sets(copy_of(moved), moved))  # fmt: skip
         cos, sin = rope.rope_table(torch.arange(T, device="cuda"), 128, 1e6)
         moved = 4 * T * 16 * 128
-        table.add("rope.apply_rope", f"{T}x16x128", lambda x: rope.apply_rope(x, cos, sin), lambda a, b: b.copy_(a),
+        cases.add("rope.apply_rope", f"{T}x16x128", lambda x: rope.apply_rope(x, cos, sin), lambda a, b: b.copy_(a),
                   sets(lambda: (randn(T, 16, 128),), moved), "copy of the same bytes", sets(copy_of(moved), moved))  # fmt: skip
         moved = 3 * 2 * T * 16 * 256
-        table.add("activation.sigmoid_gate", f"{T}x16x256", activation.sigmoid_gate, lambda a, b: b.copy_(a),
+        cases.add("activation.sigmoid_gate", f"{T}x16x256", activation.sigmoid_gate, lambda a, b: b.copy_(a),
                   sets(lambda: (randn(T, 16, 256), randn(T, 16, 256)), moved), "copy of the same bytes", sets(copy_of(moved), moved))  # fmt: skip
     x, g = randn(8192, 12288).requires_grad_(), randn(8192, 6144)
 
@@ -110,46 +102,46 @@ def elementwise(table):
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
-    table.add("activation.silu_mul", "8192x6144 with gradient", lambda: torch.autograd.grad(activation.silu_mul(x), x, g),
+    cases.add("activation.silu_mul", "8192x6144 with gradient", lambda: torch.autograd.grad(activation.silu_mul(x), x, g),
               lambda: torch.autograd.grad(eager(x), x, g), [()], "eager torch")  # fmt: skip
     w, ids, g = randn(151936, 2048).requires_grad_(), torch.randint(0, 151936, (8192,), device="cuda"), randn(8192, 2048)
-    table.add("embedding.embedding", "8192 of 151936x2048 with gradient", lambda: torch.autograd.grad(embedding.embedding(ids, w), w, g),
+    cases.add("embedding.embedding", "8192 of 151936x2048 with gradient", lambda: torch.autograd.grad(embedding.embedding(ids, w), w, g),
               lambda: torch.autograd.grad(F.embedding(ids, w), w, g), [()], "F.embedding")  # fmt: skip
 
 
-def logprobs(table):
+def logprobs(cases):
     V = 151936
     for T in (16, 1024):
         xs = sets(lambda: (randn(T, V, dtype=torch.float32, scale=4.0), torch.randint(0, V, (T,), device="cuda")), 4 * T * V)
         native = lambda x, t: torch.log_softmax(x, -1).gather(1, t[:, None])  # noqa: E731
         ours = lambda x, t: logprob.token_logprob(x, t, vocab_size=V, vocab_block=64)  # noqa: E731
-        table.add("logprob.token_logprob", f"{T}x{V}", ours, native, xs, "log_softmax, gather")
-        table.add("logprob.log_softmax", f"{T}x{V}", lambda x, t: logprob.log_softmax(x, vocab_size=V, vocab_block=64),
+        cases.add("logprob.token_logprob", f"{T}x{V}", ours, native, xs, "log_softmax, gather")
+        cases.add("logprob.log_softmax", f"{T}x{V}", lambda x, t: logprob.log_softmax(x, vocab_size=V, vocab_block=64),
                   lambda x, t: torch.log_softmax(x, -1), xs, "torch.log_softmax")  # fmt: skip
     x, t, g = xs[0][0].requires_grad_(), xs[0][1], randn(1024, dtype=torch.float32)
-    table.add("logprob.token_logprob", f"1024x{V} with gradient", lambda: torch.autograd.grad(ours(x, t), x, g),
+    cases.add("logprob.token_logprob", f"1024x{V} with gradient", lambda: torch.autograd.grad(ours(x, t), x, g),
               lambda: torch.autograd.grad(native(x, t).squeeze(1), x, g), [()], "log_softmax, gather")  # fmt: skip
     temperature = torch.tensor(0.7, device="cuda")
-    table.add("logprob.scale_by_temperature", f"1024x{V}", lambda x, t: logprob.scale_by_temperature(x, temperature),
+    cases.add("logprob.scale_by_temperature", f"1024x{V}", lambda x, t: logprob.scale_by_temperature(x, temperature),
               lambda x, t: x / temperature, [(x.detach(), t)], "torch division")  # fmt: skip
 
 
-def products(table):
+def products(cases):
     for N, K in ((12288, 2048), (2048, 4096)):
         for M in (1, 64, 8192):
             xs = sets(lambda: (randn(M, K), randn(N, K, scale=K**-0.5)), 2 * (M * K + N * K + M * N))
             case = f"{M}x{N}x{K}"
-            table.add("matmul.linear", case, matmul.linear, F.linear, xs, "cuBLAS")
-            table.add("matmul.linear (Triton)", case, lambda x, w: portable_matmul.product(x, w, torch.bfloat16), F.linear, xs, "cuBLAS")
+            cases.add("matmul.linear", case, matmul.linear, F.linear, xs, "cuBLAS")
+            cases.add("matmul.linear (Triton)", case, lambda x, w: portable_matmul.product(x, w, torch.bfloat16), F.linear, xs, "cuBLAS")
             if N == 2048:
                 for G in (2, 4, 8):
-                    table.add(f"matmul.row_parallel G={G}", case, lambda x, w: matmul.row_parallel_linear(x, w, leaves=G), F.linear, xs, "cuBLAS")
+                    cases.add(f"matmul.row_parallel G={G}", case, lambda x, w: matmul.row_parallel_linear(x, w, leaves=G), F.linear, xs, "cuBLAS")
     w = randn(151936, 2048, scale=2048**-0.5)
     for M in (16, 1024):
-        table.add("matmul.lm_head", f"{M}x151936x2048", matmul.lm_head, lambda x, w: F.linear(x, w).float(), [(randn(M, 2048), w)], "cuBLAS, to fp32")
+        cases.add("matmul.lm_head", f"{M}x151936x2048", matmul.lm_head, lambda x, w: F.linear(x, w).float(), [(randn(M, 2048), w)], "cuBLAS, to fp32")
 
 
-def attentions(table):
+def attentions(cases):
     for H, G, K in ((32, 8, 128), (16, 2, 256)):
         B, S = 4, 2048
         cu = torch.arange(0, B * S + 1, S, dtype=torch.int32, device="cuda")
@@ -160,14 +152,14 @@ def attentions(table):
             q, k, v = (x.view(B, S, -1, K).transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-        table.add("attention.varlen", f"4x2048, {H}/{G}x{K}", ours, native, [make()], "torch SDPA")
+        cases.add("attention.varlen", f"4x2048, {H}/{G}x{K}", ours, native, [make()], "torch SDPA")
         leaves, g = [x.requires_grad_() for x in make()], randn(B * S, H, K)
-        table.add("attention.varlen", f"4x2048, {H}/{G}x{K}, with gradient", lambda: torch.autograd.grad(ours(*leaves), leaves, g),
+        cases.add("attention.varlen", f"4x2048, {H}/{G}x{K}, with gradient", lambda: torch.autograd.grad(ours(*leaves), leaves, g),
                   lambda: torch.autograd.grad(native(*leaves).transpose(1, 2).reshape(B * S, H, K), leaves, g), [()], "torch SDPA")  # fmt: skip
-        decode(table, H, G, K)
+        decode(cases, H, G, K)
 
 
-def decode(table, H, G, K):
+def decode(cases, H, G, K):
     """256 and 8 sequences of 4096 tokens, pages of 16, against the same kernel with its default number of splits."""
     from isoexec.ops.attention import fa3
 
@@ -187,25 +179,25 @@ def decode(table, H, G, K):
             return fa3.attend(q, *caches, start, K**-0.5, longest_q=1, longest_k=context, seq_lens=lens, block_table=block_table, splits=0)
 
         case = f"{B} decodes at 4096, {H}/{G}x{K}"
-        table.add("attention.paged", case + ", bound 1", ours(1), native, [()], "FA3, default splits")
-        table.add("attention.paged", case + ", no bound", ours(None), native, [()], "FA3, default splits")
+        cases.add("attention.paged", case + ", bound 1", ours(1), native, [()], "FA3, default splits")
+        cases.add("attention.paged", case + ", no bound", ours(None), native, [()], "FA3, default splits")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default="bench/ops_results.csv")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--out", default=table.PATH)
+    parser.add_argument("--only", default="", help="cases whose op's name holds this word")
+    parser.add_argument("--native", default="", help="folder with a vllm package, if the environment has none")
     parser.add_argument("--commit", default="", help="of the measured tree, where git is not at hand")
     options = parser.parse_args()
+    table.need_gpu()
+    if options.native:
+        sys.path.insert(0, options.native)
     torch.manual_seed(0)
-    table = Table(options.only, options.commit)
+    cases = Cases(options.only, table.Table(options.out, options.commit))
     for part in (norms, elementwise, logprobs, products, attentions):
-        part(table)
+        part(cases)
         torch.cuda.empty_cache()
-        with open(options.out, "w", newline="") as f:
-            writer = csv.DictWriter(f, COLUMNS)
-            writer.writeheader()
-            writer.writerows(table.rows)
 
 
 if __name__ == "__main__":
