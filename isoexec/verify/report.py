@@ -36,7 +36,8 @@ def write_picture(path: Path, comparisons: list[Comparison]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 0.3 * len({(c.model, c.setting) for c in comparisons}) + 2.2), layout="constrained")
+    height = 2.2 + 0.3 * max(len({c.setting for c in comparisons}), len({(c.model, c.setting) for c in comparisons}) / 2.5)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, height), layout="constrained")
     _draw_distribution(left, comparisons)
     _draw_settings(right, comparisons)
     figure.savefig(path, dpi=110)
@@ -101,19 +102,24 @@ def _draw_distribution(axes, comparisons: list[Comparison]) -> None:
 
 
 def _draw_settings(axes, comparisons: list[Comparison]) -> None:
-    settings = _settings([(c.model, c.setting, c.arm) for c in comparisons])
-    many_models = len({model for model, _ in settings}) > 1
-    for arm in _arms(comparisons):
-        for c in comparisons:
-            if c.arm == arm and c.finite:
-                y = settings.index((c.model, c.setting))
-                statistics = c.statistics()
-                axes.plot([statistics["mean_abs"], statistics["max_abs"]], [y, y], "-", color=_COLOURS[arm], linewidth=1)
-                axes.plot(statistics["mean_abs"], y, "o", color=_COLOURS[arm], markersize=4)
-                axes.plot(statistics["max_abs"], y, "|", color=_COLOURS[arm], markersize=9)
+    """A row for each setting, in it a line for each model, from mean to largest difference."""
+    pairs = _settings([(c.model, c.setting, c.arm) for c in comparisons])
+    models, settings = (list(dict.fromkeys(names)) for names in zip(*pairs))
+    markers = dict(zip(models, "os^Dv<>Pp*"))
+    for c in comparisons:
+        if not c.finite:
+            continue
+        y = settings.index(c.setting) + (models.index(c.model) - (len(models) - 1) / 2) * 0.8 / len(models)
+        statistics, colour = c.statistics(), _COLOURS[c.arm]
+        axes.plot([statistics["mean_abs"], statistics["max_abs"]], [y, y], "-", color=colour, linewidth=1)
+        axes.plot(statistics["mean_abs"], y, markers.get(c.model, "o"), color=colour, markersize=4)
+        axes.plot(statistics["max_abs"], y, "|", color=colour, markersize=6)
+    if len(models) > 1:
+        shapes = [axes.plot([], [], markers.get(model, "o"), color="grey", markersize=4, label=model)[0] for model in models]
+        axes.legend(handles=shapes, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.4, 0.0))
     axes.set_xscale("symlog", linthresh=1e-6)
     axes.set_xlim(left=-2e-7)
-    axes.set_yticks(range(len(settings)), [f"{m}: {s}" if many_models else s for m, s in settings], fontsize=8)
+    axes.set_yticks(range(len(settings)), settings, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("mean (dot) and largest (bar) difference, nats")
+    axes.set_xlabel("mean (marker) and largest (bar) difference, nats")
     axes.set_title("By setting")
