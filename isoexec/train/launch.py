@@ -68,10 +68,19 @@ def _run(config) -> int:
         run(config)
     except RolloutMismatch as error:
         print(f"isoexec: {error}", file=sys.stderr)
+        _trace(error.folder)
         return 1
     except (ConfigError, RewardError) as error:
         raise ContractError(str(error)) from error
     return 0
+
+
+def _trace(mismatch: Path) -> None:
+    """Name the first different bit, once the run's processes are gone; where that fails, the mismatch is said all the same."""
+    command = [sys.executable, "-m", "isoexec.cli", "trace", "run", "--mismatch", str(mismatch), "--out", str(mismatch)]
+    status = subprocess.run([*command, "--html", str(mismatch / "trace.html")], check=False, stdin=subprocess.DEVNULL).returncode
+    if status not in (0, 1):
+        print(f"isoexec: the mismatch was not traced (status {status}); by hand: {' '.join(command[1:])}", file=sys.stderr)
 
 
 def compare(recipe: str, overrides: list[str]) -> int:

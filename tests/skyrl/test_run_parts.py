@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from isoexec.contract import ContractError
 from isoexec.runtimes.skyrl import mismatch, steps, tensors
 from isoexec.runtimes.skyrl.config import ConfigError, check_environment, resolve
 from isoexec.runtimes.skyrl.dapo import overlong_penalty
+from isoexec.runtimes.skyrl.generator import sample_seed
 from isoexec.runtimes.skyrl.stream import PromptStream
 from tests.skyrl.small_run import small_config
 
@@ -98,9 +105,9 @@ def test_a_bundle_names_the_token_that_differs(tmp_path):
         "action_log_probs": trainer,
     }
     found = mismatch.compare(rollout, trainer, batch["loss_mask"])
-    said = mismatch.write_bundle(tmp_path / "bundle.json", batch, found, step=3, weight_version=4)
-    bundle = json.loads((tmp_path / "bundle.json").read_text())
-    assert "token 3 (id 22)" in said and bundle["differs_at"] == 3
+    said = mismatch.write_bundle(tmp_path / "found", batch, found, step=3)
+    bundle = json.loads((tmp_path / "found/mismatch.json").read_text())
+    assert "token 3 (id 22)" in said and bundle["differs_at"] == 3 and bundle["prompt_tokens"] == 2 and bundle["step"] == 3
     assert bundle["tokens"] == [11, 12, 21, 22] and bundle["tokens"][bundle["differs_at"]] == 22
     assert bundle["rollout_bits"][1] + 1 == bundle["trainer_bits"][1]
 
@@ -225,19 +232,41 @@ def test_the_contract_comes_from_the_configuration_alone(config):
         check_environment(found, {"ISOEXEC_CONTRACT": "some.json"})
 
 
-def step_batch(planted: int):
+class Batch(dict):
+    """Tensors by name, and metadata, as a batch of SkyRL."""
+
+    metadata = {"uids": ["7", "7"]}
+
+
+def step_batch(planted: int) -> Batch:
     """A step's batch of two responses; ``planted`` ulps are added to one of the trainer's logprobs."""
     rollout = -torch.rand(2, 3)
     trainer = rollout.clone()
     trainer.view(torch.int32)[1, 2] += planted
-    return {
-        "sequences": torch.arange(10).view(2, 5),
-        "attention_mask": torch.ones(2, 5),
-        "response_mask": torch.ones(2, 3),
-        "loss_mask": torch.ones(2, 3),
-        "rollout_logprobs": rollout,
-        "action_log_probs": trainer,
-    }
+    return Batch(
+        sequences=torch.arange(10).view(2, 5),
+        attention_mask=torch.ones(2, 5),
+        response_mask=torch.ones(2, 3),
+        loss_mask=torch.ones(2, 3),
+        rollout_logprobs=rollout,
+        action_log_probs=trainer,
+    )
+
+
+@dataclasses.dataclass
+class Engine:
+    """What the trainer calls of an engine's client."""
+
+    weight_version: int
+    refuses: ClassVar[bool] = False
+
+    async def call(self, method, path):
+        if self.refuses:
+            raise ContractError("sharded")
+        Path(path).write_text(method)
+
+    async def teardown(self):
+        pass
 
 
 @pytest.fixture
@@ -253,8 +282,11 @@ def compared(monkeypatch, tmp_path):
     def compare(batch, **section):
         trainer = Trainer.__new__(Trainer)
         trainer._own = IsoExecConfig(out=str(tmp_path), **section)
-        trainer.all_metrics, trainer.global_step = {}, 5
-        trainer.inference_engine_client = SimpleNamespace(weight_version=6)
+        trainer.all_metrics, trainer.global_step, trainer._exported = {}, 5, False
+        trainer.cfg = OmegaConf.create({"generator": {"sampling_params": {"temperature": 0.7}}})
+        trainer.tokenizer, trainer.inference_engine_client = None, Engine(6)
+        trainer.dispatch = SimpleNamespace(save_hf_model=lambda model, folder, tokenizer: (Path(folder) / model).mkdir(parents=True))
+        (tmp_path / "contract.json").write_text("{}")
         assert trainer.fwd_logprobs_values_reward(batch) is batch
         return trainer.all_metrics
 
@@ -265,16 +297,27 @@ def test_a_differing_token_stops_the_run(compared, tmp_path):
     assert compared(step_batch(0))["policy/rollout_train_bit_equal"] == 1.0
     with pytest.raises(mismatch.RolloutMismatch, match="step 5: 1 of 6 tokens differ.*sequence 1, token 4 .id 9"):
         compared(step_batch(1))
-    bundle = json.loads((tmp_path / "mismatch-5.json").read_text())
+    folder = tmp_path / "mismatch-5"
+    bundle = json.loads((folder / "mismatch.json").read_text())
     assert (bundle["step"], bundle["weight_version"], bundle["sequence"]) == (5, 6, 1)
+    assert bundle["seed"] == sample_seed(None, "train", 5, "7", 1)
+    assert (folder / "engine.safetensors").read_text() == "isoexec_save_weights" and (folder / "trainer/policy").is_dir()
+    assert (folder / "contract.json").read_text() == "{}"
+
+
+def test_weights_that_cannot_be_kept_do_not_hide_the_mismatch(compared, tmp_path, monkeypatch):
+    monkeypatch.setattr(Engine, "refuses", True)
+    with pytest.raises(mismatch.RolloutMismatch, match="1 of 6 tokens differ"):
+        compared(step_batch(1))
+    assert not (tmp_path / "mismatch-5/engine.safetensors").exists()
 
 
 def test_a_differing_token_warns_where_it_is_told_to(compared, tmp_path):
     metrics = compared(step_batch(1), on_mismatch="warn")
     assert metrics["policy/rollout_train_bit_equal"] == 5 / 6 and metrics["policy/rollout_train_logprobs_abs_diff_max"] > 0
-    (tmp_path / "mismatch-5.json").unlink()
+    shutil.rmtree(tmp_path / "mismatch-5")
     assert compared(step_batch(1), arm="native")["policy/rollout_train_bit_equal"] == 5 / 6
-    assert not (tmp_path / "mismatch-5.json").exists()
+    assert not (tmp_path / "mismatch-5").exists()
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, [0.0, float("nan")]])
@@ -289,8 +332,6 @@ def test_a_reward_that_is_no_number_is_refused(reward):
 @pytest.fixture
 def experiment(tmp_path_factory, tmp_path, monkeypatch):
     """``experiment(*overrides, rows=None)`` puts a run together, up to where Ray would start."""
-    from pathlib import Path
-
     from isoexec.runtimes.skyrl.experiment import Experiment
     from isoexec.verify.checkpoint import make_checkpoint
 

@@ -12,7 +12,8 @@ from skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap impo
 
 from isoexec.contract import ContractError
 from isoexec.runtimes.handshake import process_identity
-from isoexec.runtimes.skyrl.tensors import read_tensors
+from isoexec.runtimes.skyrl.tensors import read_tensors, write_tensors
+from isoexec.runtimes.vllm import weights
 from isoexec.runtimes.vllm.engine import replace_weights
 
 
@@ -63,4 +64,14 @@ class EngineExtension(NewInferenceWorkerWrap):
             ValueError: a parameter is missing.
         """
         replace_weights(self.model_runner, read_tensors(path))
+        return {}
+
+    @_answering
+    def isoexec_save_weights(self, path: str) -> dict:
+        """Write every tensor that the model holds now to a safetensors file, under the names of the manifest.
+
+        Raises:
+            ContractError: a parameter or buffer has no HF name, or the model is sharded.
+        """
+        write_tensors(path, dict(weights.hf_tensors(self.model_runner.get_model())))
         return {}

@@ -12,6 +12,11 @@ def sampling_seed(*key) -> int:
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 2
 
 
+def sample_seed(run_seed: int, phase: str, step: int, prompt: str, sample: int) -> int:
+    """Seed of one sample of a run; ``step`` is 0 in evaluation, so that two evaluations differ by the weights alone."""
+    return sampling_seed(sampling_seed(run_seed, phase, step), prompt, sample)
+
+
 class SeededGenerator(SkyRLGymGenerator):
     """SkyRL's generator; what a sample becomes depends on the run's seed, the step, the prompt and the sample, not on the batch.
 

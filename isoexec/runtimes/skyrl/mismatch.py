@@ -10,7 +10,15 @@ import torch
 
 
 class RolloutMismatch(RuntimeError):
-    """A token's two logprobs differ, so the importance ratio of its first update is not 1."""
+    """A token's two logprobs differ, so the importance ratio of its first update is not 1.
+
+    Attributes:
+        folder: what :func:`write_bundle` wrote, and both sides' weights.
+    """
+
+    def __init__(self, message: str, folder: Path):
+        super().__init__(message)
+        self.folder = folder
 
 
 @dataclass(frozen=True)
@@ -61,12 +69,13 @@ def compare(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) ->
     )
 
 
-def write_bundle(path: Path, batch, found: Mismatch, step: int, weight_version: int) -> str:
-    """Write what is needed to compute the first differing sequence again.
+def write_bundle(folder: Path, batch, found: Mismatch, **about) -> str:
+    """Write ``folder/mismatch.json``: what is needed to compute the first differing sequence again (``isoexec trace run --mismatch``).
 
     Args:
         batch: SkyRL ``TrainingInputBatch`` with both sides' logprobs.
         found: with a ``first``.
+        about: JSON values that are kept beside it.
 
     Returns:
         The differing token in words.
@@ -74,22 +83,21 @@ def write_bundle(path: Path, batch, found: Mismatch, step: int, weight_version: 
     row, position = found.first
     attended = batch["attention_mask"][row].bool()
     tokens = batch["sequences"][row]
-    response = batch["response_mask"].shape[1]
-    column = tokens.shape[0] - response + position
+    start = tokens.shape[0] - batch["response_mask"].shape[1]
     rollout, trainer = batch["rollout_logprobs"][row], batch["action_log_probs"][row]
-    bundle = {
-        "step": step,
-        "weight_version": weight_version,
+    bundle = about | {
         "sequence": row,
         "tokens": tokens[attended].tolist(),
-        "differs_at": int(attended[:column].sum()),
+        "prompt_tokens": int(attended[:start].sum()),
+        "differs_at": int(attended[: start + position].sum()),
         "mask": batch["loss_mask"][row].tolist(),
         "rollout_bits": _bits(rollout),
         "trainer_bits": _bits(trainer),
     }
-    path.write_text(json.dumps(bundle))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "mismatch.json").write_text(json.dumps(bundle))
     ours, theirs = rollout[position].item(), trainer[position].item()
-    return f"sequence {row}, token {bundle['differs_at']} (id {int(tokens[column])}): rollout {ours!r}, trainer {theirs!r}"
+    return f"sequence {row}, token {bundle['differs_at']} (id {int(tokens[start + position])}): rollout {ours!r}, trainer {theirs!r}"
 
 
 def _bits(values: torch.Tensor) -> list[int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import copy
 import json
 import math
 import os
@@ -16,9 +19,12 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import TrainingCallback
 from skyrl.train.utils.trainer_utils import ResumeMode, cleanup_old_checkpoints, extract_step_from_path
 
+from isoexec.contract import ContractError
 from isoexec.runtimes.skyrl import mismatch
+from isoexec.runtimes.skyrl.client import EngineCallFailed
 from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig
 from isoexec.runtimes.skyrl.dapo import overlong_penalty
+from isoexec.runtimes.skyrl.generator import sample_seed
 from isoexec.runtimes.skyrl.steps import StepLog
 from isoexec.runtimes.skyrl.stream import PromptStream
 
@@ -44,6 +50,7 @@ class Trainer(RayPPOTrainer):
         self._contract = contract
         self._sampled: list[float] = []  # rewards of the step, of groups that dynamic sampling drops too
         self._batches = 0
+        self._exported = False  # the weights of a mismatch
         self.add_callback(_SeedEachStep(config.isoexec.seed))
         self.add_callback(StepLog(Path(config.isoexec.out) / "steps.jsonl"))
 
@@ -123,15 +130,53 @@ class Trainer(RayPPOTrainer):
         return training_input
 
     def _report(self, batch, found: mismatch.Mismatch) -> None:
-        path = Path(self._own.out) / f"mismatch-{self.global_step}.json"
-        where = mismatch.write_bundle(path, batch, found, self.global_step, self.inference_engine_client.weight_version)
+        folder = Path(self._own.out) / f"mismatch-{self.global_step}"
+        where = mismatch.write_bundle(
+            folder,
+            batch,
+            found,
+            step=self.global_step,
+            weight_version=self.inference_engine_client.weight_version,
+            temperature=self.cfg.generator.sampling_params.temperature,
+            seed=self._seed_of(batch.metadata["uids"], found.first[0]),
+        )
+        if not self._exported:  # of a run that goes on, the first is enough
+            self._export(folder)
+            self._exported = True
         message = (
             f"step {self.global_step}: {found.tokens - found.equal} of {found.tokens} tokens differ between rollout and trainer; "
-            f"the first: {where}; bundle: {path}"
+            f"the first: {where}; the first different bit: isoexec trace run --mismatch {folder}"
         )
         if self._own.on_mismatch == "stop":
-            raise mismatch.RolloutMismatch(message)
+            raise mismatch.RolloutMismatch(message, folder)
         logger.warning(message)
+
+    def _seed_of(self, prompts: list[str], row: int) -> int:
+        """Seed of a batch's row; samples of a prompt follow each other."""
+        return sample_seed(self._own.seed, "train", self.global_step, prompts[row], prompts[:row].count(prompts[row]))
+
+    def _export(self, folder: Path) -> None:
+        """Both sides' weights, so that the mismatch can be looked at when the run has ended; a side that cannot is told, not raised."""
+        contract = Path(self._own.out) / "contract.json"
+        shutil.copyfile(contract, folder / contract.name)
+        try:
+            self.dispatch.save_hf_model("policy", str(folder / "trainer"), self.tokenizer)
+            self._call_engines("isoexec_save_weights", path=str(folder.resolve() / "engine.safetensors"))
+        except (ContractError, EngineCallFailed, ray.exceptions.RayError) as error:
+            logger.warning(f"{folder}: the weights could not be kept, the mismatch cannot be traced: {error}")
+
+    def _call_engines(self, method: str, **arguments) -> list:
+        """A call from inside a step, which runs in the event loop that waits for it: through a client and a loop of its own."""
+
+        async def call():
+            client = copy.copy(self.inference_engine_client)
+            try:
+                return await client.call(method, **arguments)
+            finally:
+                await client.teardown()
+
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, call()).result()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------------------
 

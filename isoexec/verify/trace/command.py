@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from isoexec.contract import ContractError
@@ -27,6 +28,9 @@ def add_verbs(parser, formatter) -> None:
     run.epilog = _STATUSES
     run.add_argument("--model", metavar="FOLDER", help="HF-format checkpoint (default: a small random one is made)")
     run.add_argument("--trainer-model", metavar="FOLDER", help="checkpoint of the trainer, if another, e.g. of a stale sync")
+    run.add_argument(
+        "--mismatch", type=Path, metavar="FOLDER", help="a training run's mismatch-<step>: its sequence, on both sides' weights of that step"
+    )
     run.add_argument(
         "--architecture", default="Qwen3ForCausalLM", metavar="NAME", help="of the checkpoint that is made (default: %(default)s)"
     )
@@ -68,10 +72,12 @@ def _compare(options) -> int:
 def _run(options) -> int:
     from isoexec.verify.trace.session import run
 
-    found, file = run(options)
+    found, file, notes = run(options)
     if found is None:
         return 3
     status = _show(found, options)
+    for note in notes:
+        print(f"  note       {note}", file=sys.stderr if options.json else sys.stdout)
     if not options.json:
         print(f"  bundle     {file}; read it anywhere with: isoexec trace compare {file.name} --html trace.html")
     return status
