@@ -36,6 +36,10 @@ def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
 def row_digests(x: torch.Tensor) -> torch.Tensor:
     """Digests of the rows of ``x`` [T, ...] of any dtype: [T] int64."""
     words = _words(x)
+    if words.is_cuda:
+        from isoexec.ops._core.triton_digest import row_sums
+
+        return row_sums(words, _length(x), placed=True)
     keys = _keys(words.shape[1], words.device)
     rows = max(1, _WORDS_AT_ONCE // max(words.shape[1], 1))
     if words.shape[0] <= rows:
@@ -46,6 +50,10 @@ def row_digests(x: torch.Tensor) -> torch.Tensor:
 def column_digests(x: torch.Tensor) -> torch.Tensor:
     """Digests of the rows of ``x`` [T, N] whatever the order of its columns: [T] int64. Those of parts of the columns add up."""
     bits = x.detach().contiguous().view(_INTEGERS[x.element_size()])
+    if bits.is_cuda:
+        from isoexec.ops._core.triton_digest import row_sums
+
+        return row_sums(bits, 0, placed=False)
     if x.element_size() != 2:
         return mix(bits.to(torch.int64).add_(_STEP)).sum(1)
     table = _table(x.device)
