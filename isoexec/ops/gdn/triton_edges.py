@@ -1,7 +1,4 @@
-"""The GPU implementations of the ops around the core: launches around kernels_edges.py.
-
-Backward: autograd of the same formula in torch, recomputed in fp32 (gradients need no bit match, only determinism).
-"""
+"""The GPU implementations of the ops around the core: launches around kernels_edges.py."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import torch
 from isoexec.contract import ContractError
 from isoexec.ops._core.triton_math import COMPILE
 from isoexec.ops.gdn import kernels_edges as kernels
-from isoexec.ops.gdn import smooth_edges as smooth
+from isoexec.ops.gdn import triton_edges_gradient as gradient
 
 ROWS, STEP_WARPS = 16, 1
 
@@ -39,22 +36,17 @@ def _cut(D: int) -> int:
 
 
 class _Differentiable(torch.autograd.Function):
-    """forward(*tensors) by ``launch``; backward by autograd of ``formula`` on fp32 copies."""
+    """forward(*tensors) by ``launch``; backward by ``back(tensors, gradients)``."""
 
     @staticmethod
-    def forward(ctx, launch, formula, *tensors):
-        ctx.formula = formula
+    def forward(ctx, launch, back, *tensors):
+        ctx.back = back
         ctx.save_for_backward(*tensors)
         return launch(*tensors)
 
     @staticmethod
     def backward(ctx, *grads):
-        with torch.enable_grad():
-            leaves = [t.detach().float().requires_grad_() for t in ctx.saved_tensors]
-            out = ctx.formula(*leaves)
-            outs = [(o, d.float()) for o, d in zip(out if isinstance(out, tuple) else (out,), grads) if d is not None]
-            found = torch.autograd.grad([o for o, _ in outs], leaves, [d for _, d in outs], allow_unused=True)
-        return None, None, *(None if d is None else d.to(t.dtype) for d, t in zip(found, ctx.saved_tensors))
+        return None, None, *ctx.back(ctx.saved_tensors, grads)
 
 
 def _window(x, plan, window, taps):
@@ -81,7 +73,7 @@ def conv1d(x, weight, plan, window=None):
             )  # fmt: skip
         return y
 
-    y = _Differentiable.apply(launch, lambda x, w: smooth.conv1d(x, w, plan), x, weight)
+    y = _Differentiable.apply(launch, gradient.conv1d(plan, min(N, 128)), x, weight)
     return y, _window(x.detach(), plan, old, taps)
 
 
@@ -106,7 +98,7 @@ def gating(a, b, A_log, dt_bias):
             )
         return g, beta
 
-    return _Differentiable.apply(launch, smooth.gating, a, b, A_log, dt_bias)
+    return _Differentiable.apply(launch, gradient.gating, a, b, A_log, dt_bias)
 
 
 def l2norm(x, eps=1e-6):
@@ -121,7 +113,7 @@ def l2norm(x, eps=1e-6):
             )
         return y
 
-    return _Differentiable.apply(launch, lambda x: smooth.l2norm(x, eps), tokens).reshape(x.shape)
+    return _Differentiable.apply(launch, gradient.l2norm(eps), tokens).reshape(x.shape)
 
 
 def mixer_inputs(x, a, b, weight, A_log, dt_bias, plan, H, HV, K, V, window=None, eps=1e-6):
@@ -139,8 +131,7 @@ def mixer_inputs(x, a, b, weight, A_log, dt_bias, plan, H, HV, K, V, window=None
             )  # fmt: skip
         return q, k, v, g, beta
 
-    formula = lambda *t: smooth.mixer_inputs(*t, plan, H, HV, K, V, eps)
-    out = _Differentiable.apply(launch, formula, x, a, b, weight, A_log, dt_bias)
+    out = _Differentiable.apply(launch, gradient.mixer_inputs(plan, H, HV, K, V, eps), x, a, b, weight, A_log, dt_bias)
     return *out, _window(x.detach(), plan, old, taps)
 
 
