@@ -1,5 +1,5 @@
 """Gates of the GPU backend: bit parity over fp32 before the rounding and over state. Run as a program on a machine with a GPU
-(``python -m tests.gdn.gates [results.json]``) or through test_gpu.py.
+(``python -m tests.gdn.gates [results.json [16 32] [gate ...]]``) or through test_gpu.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 from isoexec.ops import gdn
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
-from isoexec.ops.gdn import launch
+from isoexec.ops.gdn import launch, smooth_edges
+from isoexec.ops.norm import gated_rms_norm
 from tests.gdn.cases import (F32, Engine, assert_same_state, dirty_pool, inputs, one_shot, recurrence, relative,
                              select)  # fmt: skip
 
@@ -262,22 +263,134 @@ def recurrence_gradients(x, lengths, weight):
 
 
 def backward(chunk):
-    """Two runs equal; error against fp64; tiles change nothing but the last bits they may."""
-    lengths = [70, 0, 1, 64, 200]
-    x = make(lengths, H=2, HV=4)
-    weight = torch.randn(x[2].shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
-
-    def run():
-        leaves = [t.clone().requires_grad_() for t in x]
-        return torch.autograd.grad(gdn.cpr_wy(*leaves, gdn.Plan(lengths, chunk, device="cuda")), leaves, weight)
-
-    first, second = run(), run()
+    """Two runs equal; error against fp64; few sequences and many (other tiles of the chain)."""
     errors = {}
-    for name, a, b, exact in zip("q k v g beta".split(), first, second, recurrence_gradients(x, lengths, weight)):
-        assert_bit_equal(a, b, f"gradient of {name}, second run")
-        errors[name] = relative(a, exact)
+    for lengths in ([70, 0, 1, 64, 200], [70, 0, 1, 64, 200] + [33] * 20):
+        x = make(lengths, H=2, HV=4)
+        weight = torch.randn(x[2].shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+
+        def run():
+            leaves = [t.clone().requires_grad_() for t in x]
+            return torch.autograd.grad(gdn.cpr_wy(*leaves, gdn.Plan(lengths, chunk, device="cuda")), leaves, weight)
+
+        first, second = run(), run()
+        for name, a, b, exact in zip("q k v g beta".split(), first, second, recurrence_gradients(x, lengths, weight)):
+            assert_bit_equal(a, b, f"gradient of {name}, second run")
+            errors[name] = max(errors.get(name, 0.0), relative(a, exact))
     assert max(errors.values()) < 1e-2, errors
     return {"relative_error": errors}
+
+
+def step(chunk):
+    """A decode step with gating and l2norm inside, and with all of the mixer, against its ops apart: outputs, states, windows."""
+    generator, heads = torch.Generator().manual_seed(0), tuple(SHAPE.values())
+    H, HV, K, V = heads
+    B, D, tokens = 3, 2 * H * K + HV * V, 2 * chunk + 3
+    normal = lambda *s: torch.randn(*s, generator=generator).bfloat16().cuda()
+    weight, norm_weight = normal(D, 4), normal(V)
+    A_log, dt_bias = (torch.rand(HV, generator=generator).cuda() for _ in range(2))
+    slots = torch.tensor([2, -1, 1], dtype=torch.int32, device="cuda")
+    live = [0, 2]
+    pools, windows = [pool(3, chunk) for _ in range(4)], [torch.zeros(3, 3, D, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    for t in range(tokens):
+        x, a, b, z = normal(B, D + 64)[:, :D], normal(B, HV) * 3, normal(B, HV) * 3, normal(B, HV, V)
+        positions = torch.full((B,), t, dtype=torch.int32, device="cuda")
+        y = gdn.conv1d_step(x, weight, windows[0], slots)
+        q, k, v = (s.unflatten(-1, (-1, d)) for s, d in zip(y.split((H * K, H * K, HV * V), -1), (K, K, V)))
+        o = gdn.cpr_wy_decode(gdn.l2norm(q), gdn.l2norm(k), v, *gdn.gating(a, b, A_log, dt_bias), pools[0], slots, positions)
+        for two in (0, 1):
+            with entries("decode", chunk, BV=32, num_warps=2, two_launches=two):
+                raw = gdn.cpr_wy_step(y, a, b, A_log, dt_bias, pools[1 + two], slots, positions, *heads)
+            assert_bit_equal(raw, o, f"step {t}, {two + 1} launches")
+        all_of_it = gdn.mixer_step(x, a, b, z, weight, A_log, dt_bias, norm_weight, windows[1], pools[3], slots, positions, *heads)
+        assert_bit_equal(all_of_it[live], gated_rms_norm(o, z, norm_weight, 1e-6)[live], f"mixer step {t}")
+        assert_bit_equal(all_of_it[1], torch.zeros_like(all_of_it[1]), "inert lane")
+    for n in (1, 2):
+        for other in pools[1:]:
+            assert_same_state(other.live(n, tokens), pools[0].live(n, tokens), f"slot {n}")
+    assert_bit_equal(windows[1], windows[0], "windows")
+    moved = gdn.mixer_step(x, a, b, nudge(z, 0), weight, A_log, dt_bias, norm_weight, windows[1], pools[3], slots, positions - 1, *heads)
+    again = gdn.mixer_step(x, a, b, z, weight, A_log, dt_bias, norm_weight, windows[0], pools[0], slots, positions - 1, *heads)
+    assert not bit_equal(moved, again), "one ulp of the gate was not seen"
+
+
+def edges_gradient(chunk):
+    """Gradients around the core: two runs equal; error against fp64 autograd; fused and apart."""
+    generator, (H, HV, K, V) = torch.Generator().manual_seed(0), SHAPE.values()
+    lengths, D = [45, 0, 1, 200], 2 * H * K + HV * V
+    T, heads, plan = sum(lengths), (H, HV, K, V), gdn.Plan(lengths, chunk, device="cuda")
+    normal = lambda *s: torch.randn(*s, generator=generator).bfloat16().cuda()
+    values = [
+        normal(T, D + 64)[:, :D],
+        normal(T, HV),
+        normal(T, HV),
+        normal(D, 4),
+        *(torch.rand(HV, generator=generator).cuda() for _ in range(2)),
+    ]
+
+    def fused(x, a, b, weight, A_log, dt_bias):
+        return gdn.mixer_inputs(x, a, b, weight, A_log, dt_bias, plan, *heads)[:5]
+
+    def apart(x, a, b, weight, A_log, dt_bias):
+        q, k, v = gdn.conv1d(x, weight, plan)[0].split((H * K, H * K, HV * V), -1)
+        q, k = (gdn.l2norm(t.unflatten(-1, (H, K))) for t in (q, k))
+        return q, k, v.unflatten(-1, (HV, V)), *gdn.gating(a, b, A_log, dt_bias)
+
+    weights = [torch.randn(o.shape, generator=generator).to(o.dtype).cuda() for o in fused(*values)]
+    exact = [t.double().requires_grad_() for t in values]
+    wanted = torch.autograd.grad(smooth_edges.mixer_inputs(*exact, plan, *heads, 1e-6), exact, [w.double() for w in weights])
+    errors = {}
+    for form in (fused, apart):
+        runs = []
+        for _ in range(2):
+            leaves = [t.clone().requires_grad_() for t in values]
+            runs.append(torch.autograd.grad(form(*leaves), leaves, weights))
+        for name, one, two, other in zip("x a b weight A_log dt_bias".split(), *runs, wanted):
+            assert_bit_equal(one, two, f"gradient of {name}, second run")
+            errors[f"{form.__name__} {name}"] = relative(one, other)
+    assert max(errors.values()) < 8e-3, errors
+    return {"relative_error": errors}
+
+
+def recurrent_form(chunk):
+    """`cpr`: trainer, prefill and decode in any split; single steps; accuracy; a control; two runs of the backward equal."""
+    x = make(LENGTHS)
+    plan = gdn.Plan(LENGTHS, chunk, device="cuda")
+    dirty = lambda slots: dirty_pool(slots, **SHAPE, chunk=chunk, device="cuda", kind=gdn.RecurrentPool)
+    base = gdn.cpr(*x, plan, out_dtype=F32)
+    full = Engine(x, LENGTHS, dirty(9), list(range(len(LENGTHS))), "cpr")
+    full.prefill(dict(enumerate(LENGTHS)))
+    assert_bit_equal(full.o, base, "cpr prefill against trainer")
+    for seed in range(2):
+        slots = random.Random(seed).sample(range(9), len(LENGTHS))
+        split = Engine(x, LENGTHS, dirty(9), slots, "cpr").random_run(seed, share=(0.9, 0.3)[seed])
+        assert_bit_equal(split.o, base, f"cpr split {seed}")
+        for n in range(len(LENGTHS)):
+            assert_same_state(split.state(n), full.state(n), f"cpr split {seed}, sequence {n}")
+    for BV, warps in ((16, 1), (32, 4), (64, 8)):
+        with entries("recur", chunk, BV=BV, num_warps=warps):
+            assert_bit_equal(gdn.cpr(*x, plan, out_dtype=F32), base, f"cpr BV {BV}, {warps} warps")
+    for length in (1, chunk, 2 * chunk + 1):
+        y = make([length], seed=length)
+        steps = Engine(y, [length], dirty(1), [0], "cpr").finish()
+        assert_bit_equal(steps.o, gdn.cpr(*y, gdn.Plan([length], chunk, device="cuda"), out_dtype=F32), f"cpr {length} steps")
+    damaged = Engine(x, LENGTHS, dirty(9), list(range(7)), "cpr")
+    damaged.prefill({0: chunk + 3})
+    damaged.pool.now[0].view(torch.int32).add_(1)  # of every element: a decay may hide a single one
+    damaged.decode([0])
+    assert not bit_equal(damaged.o[chunk + 3], base[chunk + 3]), "one ulp of the running state was not seen"
+    lengths = [300, 64]
+    x = make(lengths)
+    error = relative(gdn.cpr(*x, gdn.Plan(lengths, chunk, device="cuda"), out_dtype=F32).bfloat16(), recurrence(*x, lengths)[0])
+    assert error < 4.5e-3, error
+    weight, runs = torch.randn_like(x[2]), []
+    for _ in range(2):
+        leaves = [t.clone().requires_grad_() for t in x]
+        runs.append(torch.autograd.grad(gdn.cpr(*leaves, gdn.Plan(lengths, chunk, device="cuda")), leaves, weight))
+    for one, two, exact in zip(*runs, recurrence_gradients(x, lengths, weight)):
+        assert_bit_equal(one, two, "cpr gradient, second run")
+        assert relative(one, exact) < 1e-2
+    return {"relative_error": error}
 
 
 def edges(chunk):
@@ -320,13 +433,16 @@ def edges(chunk):
 
 
 GATES = (case_parity, single_steps, packing, tiles, many_sequences, hostile_values, inert_lanes, paged_views, graph_replay,
-         accuracy, negative_controls, backward, edges)  # fmt: skip
+         accuracy, negative_controls, backward, edges, edges_gradient, step, recurrent_form)  # fmt: skip
 
 
-def main(path: str | None, chunks=(16,)) -> int:
+def main(path: str | None = None, *chosen: str) -> int:
+    """``chosen``: chunk sizes and names of gates, by default 16 and all."""
     results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "kernels": launch.digest(), "gates": {}}
+    chunks = [int(word) for word in chosen if word.isdigit()] or [16]
+    gates = [gate for gate in GATES if gate.__name__ in chosen] or GATES
     for chunk in chunks:
-        for gate in GATES:
+        for gate in gates:
             started, name = time.time(), f"{gate.__name__}[C={chunk}]"
             try:
                 results["gates"][name] = {"passed": True, **(gate(chunk) or {})}
@@ -340,4 +456,4 @@ def main(path: str | None, chunks=(16,)) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2], *[[int(c) for c in sys.argv[2:]]] if len(sys.argv) > 2 else ()))
+    sys.exit(main(*sys.argv[1:]))

@@ -57,6 +57,11 @@ def _core(positions: Callable, pieces: Callable | None) -> Read:
     return Read("gdn.core", ("q", "k", "v", "g", "beta"), constants=("scale",), positions=positions, pieces=pieces)
 
 
+def _step(name: str, inputs: tuple[str, ...], weights: tuple[str, ...]) -> Read:
+    """A decode step that takes more than the core: a stage of its own."""
+    return Read(name, inputs, weights=weights, constants=("scale", "eps"), positions=context.of_steps, pieces=context.single_pieces)
+
+
 _TRAIN = _core(context.of_plan, None)
 _PREFILL = _core(context.of_plan, context.planned_pieces)
 _DECODE = _core(context.of_steps, context.single_pieces)
@@ -104,6 +109,8 @@ STAGES: dict[str, tuple[Read, ...]] = {
     "gdn.cpr_wy": (_TRAIN,),
     "gdn.cpr_wy_prefill": (_PREFILL,),
     "gdn.cpr_wy_decode": (_DECODE,),
+    "gdn.cpr_wy_step": (_step("gdn.cpr_wy_step", ("y", "a", "b"), ("A_log", "dt_bias")),),
+    "gdn.mixer_step": (_step("gdn.mixer_step", ("x", "a", "b", "z"), ("weight", "A_log", "dt_bias", "norm_weight")),),
     "gdn.cpr": (_TRAIN,),
     "gdn.cpr_prefill": (_PREFILL,),
     "gdn.cpr_decode": (_DECODE,),

@@ -1,6 +1,6 @@
 """Gated DeltaNet: causal convolution, gating, l2norm and the delta-rule core, for trainer, prefill and decode.
 
-The core has two forms, one of which a contract names: `cpr_wy` (reference.py) and `cpr` (reference_cpr.py, on the CPU only).
+The core has two forms, one of which a contract names: `cpr_wy` (reference.py) and `cpr` (reference_cpr.py).
 
 One chunk size C serves every case (a contract constant). Per value head, with S_t [V, K]:
 S_t = e^{g_t} S_{t-1} + beta_t (v_t - e^{g_t} S_{t-1} k_t) k_t^T,  o_t = scale S_t q_t.
@@ -15,8 +15,8 @@ from isoexec.ops._core.registry import op
 from isoexec.ops.gdn.state import Plan, RecurrentPool, StatePool, join_planes, split_planes
 
 __all__ = ["POOLS", "Plan", "RecurrentPool", "StatePool", "conv1d", "conv1d_step", "cpr", "cpr_decode", "cpr_prefill",
-           "cpr_wy", "cpr_wy_decode", "cpr_wy_prefill", "gating", "join_planes", "l2norm", "mixer_inputs",
-           "mixer_step_inputs", "split_planes"]  # fmt: skip
+           "cpr_wy", "cpr_wy_decode", "cpr_wy_prefill", "cpr_wy_step", "gating", "join_planes", "l2norm", "mixer_inputs",
+           "mixer_step", "mixer_step_inputs", "split_planes"]  # fmt: skip
 
 #: Form of the core -> what a sequence's state lies in; its ops are `<form>` (trainer), `<form>_prefill` and `<form>_decode`.
 POOLS = {"cpr": RecurrentPool, "cpr_wy": StatePool}
@@ -31,9 +31,7 @@ _CORE_HAZARDS = (
 
 
 @op("gdn.conv1d", cpu=".reference_conv:conv1d", cuda=".triton_edges:conv1d")
-def conv1d(
-    x: torch.Tensor, weight: torch.Tensor, plan: Plan, window: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def conv1d(x: torch.Tensor, weight: torch.Tensor, plan: Plan, window: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal depthwise convolution with silu over a packed batch.
 
     Args:
@@ -48,17 +46,13 @@ def conv1d(
 
 
 @op("gdn.conv1d_step", cpu=".reference_conv:conv1d_step", cuda=".triton_edges:conv1d_step")
-def conv1d_step(
-    x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, slots: torch.Tensor, null_slot: int = -1
-) -> torch.Tensor:
+def conv1d_step(x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, slots: torch.Tensor, null_slot: int = -1) -> torch.Tensor:
     """One token per lane. x [B, D]; window [slots, W-1, D], advanced in place; slots [B] int32, < 0 or null_slot: inert."""
 
 
 @op("gdn.gating", cpu=".reference_conv:gating", cuda=".triton_edges:gating",
     hazards=("A_log and dt_bias are fp32: exp(A_log) in bf16 is another number",))  # fmt: skip
-def gating(
-    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gating(a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """a, b [T, HV] bf16; A_log, dt_bias [HV] fp32 -> g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), fp32."""
 
 
@@ -154,7 +148,7 @@ def cpr_wy_prefill(
     """A piece of each sequence: resumes ``slots`` [N] int32 at ``plan.starts`` and advances them in place. As `cpr_wy`."""
 
 
-@op("gdn.cpr_wy_decode", cpu=".cpu:decode", cuda=".triton_core:decode", hazards=_CORE_HAZARDS)
+@op("gdn.cpr_wy_decode", cpu=".cpu:decode", cuda=".triton_decode:decode", hazards=_CORE_HAZARDS)
 def cpr_wy_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -172,7 +166,59 @@ def cpr_wy_decode(
     null_slot: inert, its output is +0.0) and the token's absolute position. Advances the slots in place -> o [B, HV, V]."""
 
 
-@op("gdn.cpr", cpu=".reference_cpr:train", hazards=_CORE_HAZARDS)
+@op("gdn.cpr_wy_step", cpu=".cpu:step", cuda=".triton_decode:step", hazards=_CORE_HAZARDS)
+def cpr_wy_step(
+    y: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    pool: StatePool,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    scale: float | None = None,
+    null_slot: int = -1,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """`l2norm` of q and k, `gating` and `cpr_wy_decode` of convolved channels y [B, 2HK + HV V]: the same bits, no launch more on a GPU."""
+
+
+@op("gdn.mixer_step", cpu=".cpu:mixer_step", cuda=".triton_decode:mixer_step", hazards=_CORE_HAZARDS)
+def mixer_step(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    z: torch.Tensor,
+    weight: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    window: torch.Tensor,
+    pool: StatePool,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    scale: float | None = None,
+    null_slot: int = -1,
+    eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+) -> torch.Tensor:
+    """All of a decode step between the projections: `conv1d_step`, `cpr_wy_step` and ``norm.gated_rms_norm``, in two launches on a GPU.
+
+    x [B, 2HK + HV V] bf16, z [B, HV, V] bf16, norm_weight [V], window as in `conv1d_step` -> [B, HV, V] bf16, the same bits as the ops
+    apart; +0.0 on inert lanes.
+    """
+
+
+@op("gdn.cpr", cpu=".reference_cpr:train", cuda=".triton_cpr:train", hazards=_CORE_HAZARDS)
 def cpr(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -186,7 +232,7 @@ def cpr(
     """Trainer, form `cpr`: a token recurrence inside chunks, from the boundary states of `cpr_wy`. Arguments and result as `cpr_wy`."""
 
 
-@op("gdn.cpr_prefill", cpu=".reference_cpr:prefill", hazards=_CORE_HAZARDS)
+@op("gdn.cpr_prefill", cpu=".reference_cpr:prefill", cuda=".triton_cpr:prefill", hazards=_CORE_HAZARDS)
 def cpr_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -202,7 +248,7 @@ def cpr_prefill(
     """A piece of each sequence; as `cpr_wy_prefill`, on the pool of this form."""
 
 
-@op("gdn.cpr_decode", cpu=".reference_cpr:decode", hazards=_CORE_HAZARDS)
+@op("gdn.cpr_decode", cpu=".reference_cpr:decode", cuda=".triton_cpr:decode", hazards=_CORE_HAZARDS)
 def cpr_decode(
     q: torch.Tensor,
     k: torch.Tensor,

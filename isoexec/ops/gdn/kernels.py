@@ -1,4 +1,4 @@
-"""Triton kernels of `cpr_wy`, forward: a chunk-parallel pre-pass, the chain over chunks, the tail, and one-launch decode.
+"""Triton kernels of `cpr_wy` on sequences: a chunk-parallel pre-pass, the chain over chunks, the tail.
 
 Pool tensors may be views into a page: each comes with the stride of its slot, and slot offsets are int64 (a pool exceeds 2^31
 elements). Tables are `state.Plan`'s: sequences [N, 4] = first row, length, start, first chunk; chunks [chunks, 2] = sequence, local.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isoexec.ops._core.triton_math import column, dot, dot_add
+from isoexec.ops._core.triton_math import dot
 from isoexec.ops.gdn.tiles import (high_plane, join_planes, low_plane, next_state, out_tile, rhs_tile, rows, rowsT,
                                    score_tile, solve_tile)  # fmt: skip
 
@@ -95,11 +95,42 @@ def _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, s
 
 
 @triton.jit
-def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws, E_ws, T_ws, M_ws, u_ws, h_ws, blocks,
+def _full_chunk(S, c, q, k, v, o, b_ws, E_ws, T_ws, M_ws, u_ws, states, first, t0, chunk0, h, hv, ov, tile, H: tl.constexpr,
+                HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SAVE: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
+    """A chunk of C rows of this call: writes its outputs -> the state after it."""
+    i = tl.arange(0, C)
+    d = tl.arange(0, K)
+    square = i[:, None] * C + i[None, :]
+    w = ((chunk0 + c) * HV + hv).to(tl.int64)
+    row0 = (first - t0 + c * C).to(tl.int64)
+    at = (row0 * HV + hv) * V + i[None, :] * (HV * V) + ov[:, None]
+    kt = tl.load(k + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
+    qt = tl.load(q + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
+    vT = tl.load(v + at)
+    b = tl.load(b_ws + w * C + i)
+    eG = tl.load(E_ws + w * 3 * C + i)
+    eGs = tl.load(E_ws + w * 3 * C + C + i)
+    left = tl.load(E_ws + w * 3 * C + 2 * C + i)
+    S_high = high_plane(S)
+    if EACH:
+        tl.store(states + w * V * K + tile, S)
+    uT = dot(rhs_tile(S_high, kt, vT, eG, b), tl.trans(tl.load(T_ws + w * C * C + square)))
+    oT = out_tile(S_high, qt, uT, tl.load(M_ws + w * C * C + square), eGs)
+    tl.store(o + at, oT.to(o.dtype.element_ty))
+    if SAVE:
+        tl.store(u_ws + at, uT.to(tl.bfloat16))
+    return next_state(S, uT, kt, left, tl.load(E_ws + w * 3 * C + C - 1))
+
+
+@triton.jit
+def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws, E_ws, T_ws, M_ws, u_ws, h_ws, blocks, states,
                  S_slot, k_slot, rhs_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                  C: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr, SAVE: tl.constexpr,
-                 STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """Per sequence, value head and slice of V: the boundary state through all chunks, and the outputs."""
+                 EACH: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """Per sequence, value head and slice of V: the boundary state through all chunks, and the outputs.
+
+    SAVE keeps u and the state of every BLOCK tokens for the backward, EACH the fp32 state before every chunk that starts here.
+    """
     iv = tl.program_id(0)
     n = tl.program_id(1) // HV
     hv = tl.program_id(1) % HV
@@ -111,7 +142,6 @@ def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws
     i = tl.arange(0, C)
     d = tl.arange(0, K)
     ov = iv * BV + tl.arange(0, BV)
-    square = i[:, None] * C + i[None, :]
     tile = ov[:, None] * K + d[None, :]
     S = tl.zeros([BV, K], dtype=tl.float32)
     t0 = start % C
@@ -131,28 +161,21 @@ def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws
                                           rhs_slot, w, (first - t0).to(tl.int64), t0, C, h, hv, ov, H, HV, K, V, C, POOL,
                                           False)  # fmt: skip
             S = next_state(S, uT, kt, tl.load(E_ws + w * 3 * C + 2 * C + i), tl.load(E_ws + w * 3 * C + C - 1))
-    for c in tl.range(c0, full, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        w = ((chunk0 + c) * HV + hv).to(tl.int64)
-        row0 = (first - t0 + c * C).to(tl.int64)
-        at = (row0 * HV + hv) * V + i[None, :] * (HV * V) + ov[:, None]
-        kt = tl.load(k + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
-        qt = tl.load(q + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
-        vT = tl.load(v + at)
-        b = tl.load(b_ws + w * C + i)
-        eG = tl.load(E_ws + w * 3 * C + i)
-        eGs = tl.load(E_ws + w * 3 * C + C + i)
-        left = tl.load(E_ws + w * 3 * C + 2 * C + i)
-        S_high = high_plane(S)
-        if SAVE:
-            block = (tl.load(blocks + n) + c * C // BLOCK).to(tl.int64)
-            keep = ((c * C) % BLOCK == 0) & (tile >= 0)
-            tl.store(h_ws + (block * HV + hv) * V * K + tile, S_high, mask=keep)
-        uT = dot(rhs_tile(S_high, kt, vT, eG, b), tl.trans(tl.load(T_ws + w * C * C + square)))
-        oT = out_tile(S_high, qt, uT, tl.load(M_ws + w * C * C + square), eGs)
-        tl.store(o + at, oT.to(o.dtype.element_ty))
-        if SAVE:
-            tl.store(u_ws + at, uT.to(tl.bfloat16))
-        S = next_state(S, uT, kt, left, tl.load(E_ws + w * 3 * C + C - 1))
+    if SAVE:
+        # Whole blocks first, so that a block's state is stored once and without a mask: c0 is 0 here.
+        per: tl.constexpr = BLOCK // C
+        block0 = tl.load(blocks + n)
+        for group in tl.range(0, full // per, num_stages=STAGES):
+            tl.store(h_ws + ((block0 + group).to(tl.int64) * HV + hv) * V * K + tile, high_plane(S))
+            for j in tl.static_range(per):
+                S = _full_chunk(S, group * per + j, q, k, v, o, b_ws, E_ws, T_ws, M_ws, u_ws, states, first, t0, chunk0, h, hv, ov, tile,
+                                H, HV, K, V, C, SAVE, EACH)  # fmt: skip
+        c0 = full // per * per
+        if c0 < full:
+            tl.store(h_ws + ((block0 + full // per).to(tl.int64) * HV + hv) * V * K + tile, high_plane(S))
+    for c in tl.range(c0, full, num_stages=STAGES, loop_unroll_factor=1 if SAVE else UNROLL):
+        S = _full_chunk(S, c, q, k, v, o, b_ws, E_ws, T_ws, M_ws, u_ws, states, first, t0, chunk0, h, hv, ov, tile, H, HV, K, V, C,
+                        SAVE, EACH)  # fmt: skip
     if POOL:
         if full > 0:
             at = slot * S_slot + hv * V * K
@@ -162,6 +185,8 @@ def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws
     if (held > 0) & (length > 0):  # the open chunk: outputs only, S stays at its boundary
         w = ((chunk0 + full) * HV + hv).to(tl.int64)
         lo = tl.where(full > 0, 0, t0)
+        if EACH:
+            tl.store(states + w * V * K + tile, S)
         if SAVE:
             block = (tl.load(blocks + n) + full * C // BLOCK).to(tl.int64)
             tl.store(h_ws + (block * HV + hv) * V * K + tile, high_plane(S), mask=((full * C) % BLOCK == 0) & (tile >= 0))
@@ -200,175 +225,3 @@ def tail_kernel(k, ring_k, ring_gates, slots, sequences, G_ws, b_ws, k_slot, gat
         ring = ring_gates + slot * gates_slot + hv * 2 * C
         tl.store(ring + i, tl.load(G_ws + w * C + i, mask=new), mask=new)
         tl.store(ring + C + i, tl.load(b_ws + w * C + i, mask=new), mask=new)
-
-
-@triton.jit
-def _fill(high, low, base, live, ring_kh, kn, uT, G, last, ov, K: tl.constexpr, C: tl.constexpr):
-    """Advance S past the chunk that just filled, in slices of K: an element's bits do not depend on the slice, registers do."""
-    SLICE: tl.constexpr = K if K < 32 else 32
-    i = tl.arange(0, C)
-    tl.debug_barrier()  # every warp has read its part of the high plane before any of it is overwritten
-    for start in tl.range(0, K, SLICE, num_stages=1):
-        d = start + tl.arange(0, SLICE)
-        at = base + ov[:, None] * K + d[None, :]
-        mask = live & (at >= 0)
-        kt = tl.where((i == C - 1)[:, None], tl.load(kn + d)[None, :], rows(ring_kh, i, d, K, 0, C - 1))
-        S = join_planes(tl.load(high + at, mask=mask, other=0.0), tl.load(low + at, mask=mask, other=0))
-        S = next_state(S, uT, kt, tl.exp(last - G), tl.exp(last))
-        tl.store(high + at, high_plane(S))
-        tl.store(low + at, low_plane(S))
-
-
-@triton.jit
-def decode_kernel(q, k, v, g, beta, o, high, low, ring_k, ring_rhs, ring_gates, slots, positions, scale, null_slot, S_slot,
-                  k_slot, rhs_slot, gates_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-                  C: tl.constexpr, LOGC: tl.constexpr, BV: tl.constexpr):  # fmt: skip
-    """One token of one lane, value head and slice of V. Reads the high plane only; writes S when the chunk fills.
-
-    Row t of the chunk is computed at its own tile position with the products of the chain. S meets k_t and q_t alone: the
-    right-hand sides of earlier rows are in the ring.
-    """
-    iv = tl.program_id(0)
-    n = tl.program_id(1) // HV
-    hv = tl.program_id(1) % HV
-    h = hv // (HV // H)
-    ov = iv * BV + tl.arange(0, BV)
-    slot = tl.load(slots + n).to(tl.int64)
-    out = o + (n * HV + hv).to(tl.int64) * V + ov
-    if (slot < 0) | (slot == null_slot):
-        tl.store(out, tl.zeros([BV], dtype=tl.float32).to(o.dtype.element_ty))
-    else:
-        position = tl.load(positions + n)
-        t = position % C
-        i = tl.arange(0, C)
-        d = tl.arange(0, K)
-        at = slot * S_slot + hv * V * K + ov[:, None] * K + d[None, :]
-        live = (position >= C) & (at >= 0)
-        S_high = tl.load(high + at, mask=live, other=0.0)
-        kn = tl.load(k + (n * H + h) * K + d)
-        qn = tl.load(q + (n * H + h) * K + d)
-        vn = tl.load(v + (n * HV + hv) * V + ov).to(tl.float32)
-        here = i == t
-        ring_kh = ring_k + slot * k_slot + h * C * K
-        kt = tl.where(here[:, None], kn[None, :], rows(ring_kh, i, d, K, 0, t))
-        ring_rhsh = ring_rhs + slot * rhs_slot + hv * C * V
-        rhsT = rowsT(ring_rhsh, i, ov, V, 0, t)
-        ring = ring_gates + slot * gates_slot + hv * 2 * C
-        before = tl.load(ring + t - 1, mask=t > 0, other=0.0)
-        G_t = before + tl.load(g + n * HV + hv)
-        b_t = tl.load(beta + n * HV + hv)
-        G = tl.where(i < t, tl.load(ring + i, mask=i < t, other=0.0), G_t)
-        b = tl.where(here, b_t, tl.load(ring + C + i, mask=i < t, other=0.0))
-        T = solve_tile(dot(kt, tl.trans(kt)), G, b, C, LOGC)
-        qt = tl.where(here[:, None], qn[None, :], tl.zeros([C, K], dtype=tl.bfloat16))
-        M = score_tile(dot(qt, tl.trans(kt)), G, scale, C)
-        j = tl.arange(0, 16)
-        pair = tl.where((j == 0)[:, None], kn[None, :], tl.where((j == 1)[:, None], qn[None, :], 0.0)).to(tl.bfloat16)
-        Skq = dot(S_high, tl.trans(pair))  # [BV, 16]: S k_t and S q_t
-        ks = column(Skq, (j == 0)[None, :], 1)
-        qs = column(Skq, (j == 1)[None, :], 1)
-        rhs_t = ((vn - ks * tl.exp(G_t)) * b_t).to(tl.bfloat16)
-        rhsT = tl.where(here[None, :], rhs_t[:, None], rhsT)
-        uT = dot(rhsT, tl.trans(T))
-        acc = tl.where(here[None, :], (qs * (tl.exp(G_t) * scale))[:, None], 0.0)
-        oT = dot_add(uT.to(tl.bfloat16), tl.trans(M), acc)
-        tl.store(out, column(oT, here[None, :], 1).to(o.dtype.element_ty))
-        if t == C - 1:
-            base = slot * S_slot + hv * V * K
-            _fill(high, low, base, position >= C, ring_kh, k + (n * H + h) * K, uT, G, G_t, ov, K, C)
-        else:
-            tl.store(ring_rhsh + t * V + ov, rhs_t)
-            if iv == 0:
-                tl.store(ring + t, G_t)
-                tl.store(ring + C + t, b_t)
-                if hv % (HV // H) == 0:
-                    tl.store(ring_kh + t * K + d, kn)
-
-
-@triton.jit
-def decode_pre_kernel(q, k, g, beta, ring_k, ring_gates, slots, positions, T_ws, M_ws, scale, null_slot, k_slot, gates_slot,
-                      H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOGC: tl.constexpr):  # fmt: skip
-    """First of two launches, per lane and key head: appends k, G and beta, and computes T and row t of M. Reads no state."""
-    n = tl.program_id(0)
-    h = tl.program_id(1)
-    slot = tl.load(slots + n).to(tl.int64)
-    if (slot >= 0) & (slot != null_slot):
-        t = tl.load(positions + n) % C
-        i = tl.arange(0, C)
-        d = tl.arange(0, K)
-        here = i == t
-        kn = tl.load(k + (n * H + h) * K + d)
-        qn = tl.load(q + (n * H + h) * K + d)
-        ring_kh = ring_k + slot * k_slot + h * C * K
-        kt = tl.where(here[:, None], kn[None, :], rows(ring_kh, i, d, K, 0, t))
-        kk = dot(kt, tl.trans(kt))
-        qt = tl.where(here[:, None], qn[None, :], tl.zeros([C, K], dtype=tl.bfloat16))
-        qk = dot(qt, tl.trans(kt))
-        tl.store(ring_kh + t * K + d, kn)
-        for j in tl.static_range(HV // H):
-            hv = h * (HV // H) + j
-            ring = ring_gates + slot * gates_slot + hv * 2 * C
-            G_t = tl.load(ring + t - 1, mask=t > 0, other=0.0) + tl.load(g + n * HV + hv)
-            b_t = tl.load(beta + n * HV + hv)
-            G = tl.where(i < t, tl.load(ring + i, mask=i < t, other=0.0), G_t)
-            b = tl.where(here, b_t, tl.load(ring + C + i, mask=i < t, other=0.0))
-            w = (n * HV + hv).to(tl.int64) * C * C
-            square = i[:, None] * C + i[None, :]
-            tl.store(T_ws + w + square, solve_tile(kk, G, b, C, LOGC))
-            tl.store(M_ws + w + square, score_tile(qk, G, scale, C), mask=here[:, None] & (square >= 0))
-            tl.store(ring + t, G_t)
-            tl.store(ring + C + t, b_t)
-
-
-@triton.jit
-def decode_main_kernel(q, k, v, o, high, low, ring_k, ring_rhs, ring_gates, slots, positions, T_ws, M_ws, scale, null_slot,
-                       S_slot, k_slot, rhs_slot, gates_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-                       V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):  # fmt: skip
-    """Second of two launches, per lane, value head and slice of V: what `decode_kernel` does with S."""
-    iv = tl.program_id(0)
-    n = tl.program_id(1) // HV
-    hv = tl.program_id(1) % HV
-    h = hv // (HV // H)
-    ov = iv * BV + tl.arange(0, BV)
-    slot = tl.load(slots + n).to(tl.int64)
-    out = o + (n * HV + hv).to(tl.int64) * V + ov
-    if (slot < 0) | (slot == null_slot):
-        tl.store(out, tl.zeros([BV], dtype=tl.float32).to(o.dtype.element_ty))
-    else:
-        position = tl.load(positions + n)
-        t = position % C
-        i = tl.arange(0, C)
-        d = tl.arange(0, K)
-        at = slot * S_slot + hv * V * K + ov[:, None] * K + d[None, :]
-        live = (position >= C) & (at >= 0)
-        S_high = tl.load(high + at, mask=live, other=0.0)
-        j = tl.arange(0, 16)
-        kn = tl.load(k + (n * H + h) * K + d[None, :] + j[:, None] * 0, mask=(j == 0)[:, None] & (d >= 0)[None, :], other=0.0)
-        qn = tl.load(q + (n * H + h) * K + d[None, :] + j[:, None] * 0, mask=(j == 1)[:, None] & (d >= 0)[None, :], other=0.0)
-        pair = tl.where((j == 0)[:, None], kn, qn)
-        vn = tl.load(v + (n * HV + hv) * V + ov).to(tl.float32)
-        ring_rhsh = ring_rhs + slot * rhs_slot + hv * C * V
-        rhsT = rowsT(ring_rhsh, i, ov, V, 0, t)
-        ring = ring_gates + slot * gates_slot + hv * 2 * C
-        G_t = tl.load(ring + t)
-        b_t = tl.load(ring + C + t)
-        w = (n * HV + hv).to(tl.int64) * C * C
-        square = i[:, None] * C + i[None, :]
-        here = i == t
-        T = tl.load(T_ws + w + square)
-        M = tl.load(M_ws + w + square, mask=here[:, None] & (square >= 0), other=0.0)
-        Skq = dot(S_high, tl.trans(pair))
-        ks = column(Skq, (j == 0)[None, :], 1)
-        qs = column(Skq, (j == 1)[None, :], 1)
-        rhs_t = ((vn - ks * tl.exp(G_t)) * b_t).to(tl.bfloat16)
-        rhsT = tl.where(here[None, :], rhs_t[:, None], rhsT)
-        uT = dot(rhsT, tl.trans(T))
-        acc = tl.where(here[None, :], (qs * (tl.exp(G_t) * scale))[:, None], 0.0)
-        oT = dot_add(uT.to(tl.bfloat16), tl.trans(M), acc)
-        tl.store(out, column(oT, here[None, :], 1).to(o.dtype.element_ty))
-        if t == C - 1:
-            base = slot * S_slot + hv * V * K
-            ring_kh = ring_k + slot * k_slot + h * C * K
-            _fill(high, low, base, position >= C, ring_kh, k + (n * H + h) * K, uT, tl.load(ring + i), G_t, ov, K, C)
-        else:
-            tl.store(ring_rhsh + t * V + ov, rhs_t)

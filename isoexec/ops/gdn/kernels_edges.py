@@ -9,14 +9,20 @@ from isoexec.ops._core.triton_math import row_sum, rsqrt, sigmoid, silu, softplu
 
 
 @triton.jit
-def _normalise(y, eps, R: tl.constexpr, K: tl.constexpr, LOGK: tl.constexpr):
-    """bf16 [R, K] -> bf16(y rsqrt(sum y^2 + eps))"""
+def unit_factor(y, eps, R: tl.constexpr, K: tl.constexpr, LOGK: tl.constexpr):
+    """bf16 [R, K] -> rsqrt(sum y^2 + eps), [R, 1]"""
     y32 = y.to(tl.float32)
-    return (y32 * rsqrt(row_sum(y32 * y32, R, K, LOGK) + eps)).to(tl.bfloat16)
+    return rsqrt(row_sum(y32 * y32, R, K, LOGK) + eps)
 
 
 @triton.jit
-def _gates(a, b, A_log, dt_bias):
+def _normalise(y, eps, R: tl.constexpr, K: tl.constexpr, LOGK: tl.constexpr):
+    """bf16 [R, K] -> bf16(y rsqrt(sum y^2 + eps))"""
+    return (y.to(tl.float32) * unit_factor(y, eps, R, K, LOGK)).to(tl.bfloat16)
+
+
+@triton.jit
+def gates(a, b, A_log, dt_bias):
     g = 0.0 - tl.exp(A_log) * softplus(a.to(tl.float32) + dt_bias)
     return g, sigmoid(b.to(tl.float32))
 
@@ -78,7 +84,7 @@ def inputs_kernel(x, a, b, weight, window, A_log, dt_bias, q, k, v, g, beta, tok
     else:
         for hv in range(HV):
             at = t.to(tl.int64)
-            g_t, b_t = _gates(tl.load(a + at * a_row + hv, mask=real, other=0.0), tl.load(b + at * b_row + hv, mask=real, other=0.0),
+            g_t, b_t = gates(tl.load(a + at * a_row + hv, mask=real, other=0.0), tl.load(b + at * b_row + hv, mask=real, other=0.0),
                               tl.load(A_log + hv), tl.load(dt_bias + hv))  # fmt: skip
             tl.store(g + at * HV + hv, g_t, mask=real)
             tl.store(beta + at * HV + hv, b_t, mask=real)
@@ -158,7 +164,7 @@ def step_inputs_kernel(x, a, b, weight, window, A_log, dt_bias, q, k, v, g, beta
         if live:
             tile = conv_step_tile(xn, weight, wn, 2 * H * K + hv * V + e, D, W)
         tl.store(v + (n * HV + hv) * V + e, tile)
-        g_t, b_t = _gates(tl.load(a + n.to(tl.int64) * a_row + hv), tl.load(b + n.to(tl.int64) * b_row + hv), tl.load(A_log + hv),
+        g_t, b_t = gates(tl.load(a + n.to(tl.int64) * a_row + hv), tl.load(b + n.to(tl.int64) * b_row + hv), tl.load(A_log + hv),
                           tl.load(dt_bias + hv))  # fmt: skip
         tl.store(g + n * HV + hv, g_t)
         tl.store(beta + n * HV + hv, b_t)
@@ -169,7 +175,7 @@ def gating_kernel(a, b, A_log, dt_bias, g, beta, T, a_row, b_row, HV: tl.constex
     t = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     hv = tl.program_id(1)
     real = t < T
-    g_t, b_t = _gates(tl.load(a + t * a_row + hv, mask=real, other=0.0), tl.load(b + t * b_row + hv, mask=real, other=0.0),
+    g_t, b_t = gates(tl.load(a + t * a_row + hv, mask=real, other=0.0), tl.load(b + t * b_row + hv, mask=real, other=0.0),
                       tl.load(A_log + hv), tl.load(dt_bias + hv))  # fmt: skip
     tl.store(g + t * HV + hv, g_t, mask=real)
     tl.store(beta + t * HV + hv, b_t, mask=real)

@@ -64,13 +64,13 @@ def l2norm(x, eps=1e-6):
 
 def mixer_inputs(x, a, b, weight, A_log, dt_bias, plan, H, HV, K, V, window=None, eps=1e-6):
     y, window = conv1d(x, weight, plan, window)
-    return *_heads(y, H, K, V, eps), *gating(a, b, A_log, dt_bias), window
+    return *heads(y, H, K, V, eps), *gating(a, b, A_log, dt_bias), window
 
 
 def mixer_step_inputs(x, a, b, weight, A_log, dt_bias, window, slots, H, HV, K, V, null_slot=-1, eps=1e-6):
-    return *_heads(conv1d_step(x, weight, window, slots, null_slot), H, K, V, eps), *gating(a, b, A_log, dt_bias)
+    return *heads(conv1d_step(x, weight, window, slots, null_slot), H, K, V, eps), *gating(a, b, A_log, dt_bias)
 
 
-def _heads(y, H, K, V, eps):
+def heads(y, H, K, V, eps):
     q, k, v = (t.unflatten(-1, (-1, d)) for t, d in zip(y.split((H * K, H * K, y.shape[1] - 2 * H * K), -1), (K, K, V)))
     return l2norm(q, eps), l2norm(k, eps), v.contiguous()

@@ -11,11 +11,10 @@ from isoexec.ops.gdn.launch import settings
 from isoexec.ops.gdn.state import BLOCK, Plan, StatePool
 
 
-NARROW = 2 * 32  # sequences x value heads up to which the chain is latency-bound
-ONE_LAUNCH = 16 * 32  # lanes x value heads up to which decode is one launch
+NARROW = 6 * 32  # sequences x value heads up to which narrower slices of V are faster
 
 
-def _split(entry: dict[str, int]):
+def split(entry: dict[str, int]):
     """Settings -> constexpr ones and compile options."""
     options = {k: v for k, v in entry.items() if k.startswith("num_") or k == "maxnreg"}
     return {k: v for k, v in entry.items() if k not in options}, {**options, **COMPILE}
@@ -48,7 +47,7 @@ class Workspace:
 def prepass(q, k, g, beta, plan: Plan, scale: float, pool: StatePool | None = None, slots=None) -> Workspace:
     (H, K), HV, C = q.shape[1:], g.shape[1], plan.chunk
     ws = Workspace(plan, HV, q.device)
-    _, options = _split(settings("prepass", C))
+    _, options = split(settings("prepass", C))
     ring_k, gates = (pool.k, pool.gates) if pool else (q, g)
     if plan.chunks:
         kernels.prepass_kernel[plan.chunks, H](
@@ -59,8 +58,11 @@ def prepass(q, k, g, beta, plan: Plan, scale: float, pool: StatePool | None = No
     return ws
 
 
-def chain(q, k, v, plan: Plan, ws: Workspace, out_dtype, pool=None, slots=None, save=False, entry=None):
-    """-> o, and for the backward u [T, HV, V] and the boundary state of every BLOCK tokens [blocks, HV, V, K], both bf16."""
+def chain(q, k, v, plan: Plan, ws: Workspace, out_dtype, pool=None, slots=None, save=False, states=None, entry=None):
+    """-> o, and for the backward u [T, HV, V] and the boundary state of every BLOCK tokens [blocks, HV, V, K], both bf16.
+
+    states [chunks, HV, V, K] fp32 is filled with the state before every chunk, but not of one that is resumed.
+    """
     (H, K), (HV, V), C = q.shape[1:], v.shape[1:], plan.chunk
     o = torch.empty(v.shape, dtype=out_dtype, device=v.device)
     u, h, first_block = v, v, plan.sequence_table
@@ -69,13 +71,14 @@ def chain(q, k, v, plan: Plan, ws: Workspace, out_dtype, pool=None, slots=None, 
         u = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
         h = torch.empty(table.shape[0], HV, V, K, dtype=torch.bfloat16, device=v.device)
     narrow = len(plan.lengths) * HV <= NARROW
-    constants, options = _split(dict(settings("chain_narrow" if narrow else "chain", C, V) if entry is None else entry))
+    constants, options = split(dict(settings("chain_narrow" if narrow else "chain", C, V) if entry is None else entry))
     high, low, ring_k, rhs = (pool.high, pool.low, pool.k, pool.rhs) if pool else (v, v, v, v)
     if plan.chunks:
         kernels.chain_kernel[V // constants["BV"], len(plan.lengths) * HV](
             q, k, v, o, high, low, ring_k, rhs, plan.sequence_table if slots is None else slots, plan.sequence_table,
-            ws.b, ws.E, ws.T, ws.M, u, h, first_block, high.stride(0), ring_k.stride(0), rhs.stride(0),
-            H, HV, K, V, C, constants["BV"], BLOCK, POOL=pool is not None, SAVE=save, STAGES=constants["stages"], UNROLL=constants.get("unroll", 1), **options,
+            ws.b, ws.E, ws.T, ws.M, u, h, first_block, h if states is None else states, high.stride(0), ring_k.stride(0), rhs.stride(0),
+            H, HV, K, V, C, constants["BV"], BLOCK, POOL=pool is not None, SAVE=save, EACH=states is not None,
+            STAGES=constants["stages"], UNROLL=constants.get("unroll", 1), **options,
         )  # fmt: skip
     return o, u, h
 
@@ -91,16 +94,16 @@ def train(q, k, v, g, beta, plan, scale=None, out_dtype=torch.bfloat16):
     return Core.apply(q, k, v, g, beta, plan, scale, out_dtype)
 
 
-def prefill(q, k, v, g, beta, plan, pool, slots, scale=None, out_dtype=torch.bfloat16, entry=None):
+def prefill(q, k, v, g, beta, plan, pool, slots, scale=None, out_dtype=torch.bfloat16, states=None, entry=None):
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     check(q, k, v, g, beta, plan.chunk)
-    _check_pool(pool, plan.chunk, q, v)
+    check_pool(pool, plan.chunk, q, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     (H, K), HV, C = q.shape[1:], v.shape[1], plan.chunk
     ws = prepass(q, k, g, beta, plan, scale, pool, slots)
-    o, _, _ = chain(q, k, v, plan, ws, out_dtype, pool, slots, entry=entry)
+    o, _, _ = chain(q, k, v, plan, ws, out_dtype, pool, slots, states=states, entry=entry)
     if plan.chunks:
-        _, options = _split(settings("tail", C))
+        _, options = split(settings("tail", C))
         kernels.tail_kernel[len(plan.lengths), H](
             k, pool.k, pool.gates, slots, plan.sequence_table, ws.G, ws.b, pool.k.stride(0), pool.gates.stride(0), H, HV, K, C,
             **options,
@@ -108,41 +111,11 @@ def prefill(q, k, v, g, beta, plan, pool, slots, scale=None, out_dtype=torch.bfl
     return o
 
 
-def decode(
-    q, k, v, g, beta, pool, slots, positions, scale=None, null_slot=-1, out_dtype=torch.bfloat16, out=None, entry=None
-):
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    check(q, k, v, g, beta, pool.chunk)
-    (B, H, K), (HV, V), C = q.shape, v.shape[1:], pool.chunk
-    scale = K**-0.5 if scale is None else scale
-    o = torch.empty(v.shape, dtype=out_dtype, device=v.device) if out is None else out
-    # One launch or two, whatever the tiles: the same bits. Which is faster depends on how many lanes fill the device.
-    entry = settings("decode" if B * HV <= ONE_LAUNCH else "decode_main", C, V) if entry is None else dict(entry)
-    two = entry.pop("two_launches", 0)
-    constants, options = _split(entry)
-    state = (pool.high, pool.low, pool.k, pool.rhs, pool.gates)
-    strides = (pool.high.stride(0), pool.k.stride(0), pool.rhs.stride(0), pool.gates.stride(0))
-    grid, BV, LOGC = (V // constants["BV"], B * HV), constants["BV"], C.bit_length() - 1
-    if two:
-        T, M = (torch.empty(B, HV, C, C, dtype=torch.bfloat16, device=v.device) for _ in range(2))
-        _, pre = _split(settings("decode_pre", C))
-        kernels.decode_pre_kernel[B, H](
-            q, k, g, beta, pool.k, pool.gates, slots, positions, T, M, scale, null_slot, strides[1], strides[3], H, HV, K, C, LOGC, **pre
-        )
-        kernels.decode_main_kernel[grid](
-            q, k, v, o, *state, slots, positions, T, M, scale, null_slot, *strides, H, HV, K, V, C, BV, **options
-        )
-    else:
-        kernels.decode_kernel[grid](
-            q, k, v, g, beta, o, *state, slots, positions, scale, null_slot, *strides, H, HV, K, V, C, LOGC, BV, **options
-        )
-    return o
-
-
-def _check_pool(pool: StatePool, chunk: int, q, v) -> None:
+def check_pool(pool: StatePool, chunk: int, q, v) -> None:
     if pool.chunk != chunk:
         raise ContractError(f"op gdn.cpr_wy: the plan's C is {chunk}, the pool's {pool.chunk}: one C serves every case")
     for name, (shape, dtype) in StatePool.spec(*q.shape[1:2], v.shape[1], q.shape[2], v.shape[2], chunk).items():
         field = getattr(pool, name)
         if field.shape[1:] != shape or field.dtype != dtype or not field[0].is_contiguous():
-            raise ContractError(f"op gdn.cpr_wy: pool.{name} expected slots of {shape} {dtype}, found {tuple(field.shape[1:])} {field.dtype}")
+            found = f"{tuple(field.shape[1:])} {field.dtype}"
+            raise ContractError(f"op gdn.cpr_wy: pool.{name} expected slots of {shape} {dtype}, found {found}")
