@@ -11,7 +11,7 @@ import time
 from skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap import NewInferenceWorkerWrap
 
 from isoexec.contract import ContractError
-from isoexec.runtimes.handshake import process_identity
+from isoexec.runtimes.handshake import check_process_served, process_identity
 from isoexec.runtimes.skyrl.tensors import read_tensors, write_tensors
 from isoexec.runtimes.vllm import weights
 from isoexec.runtimes.vllm.engine import replace_weights
@@ -52,6 +52,24 @@ class EngineExtension(NewInferenceWorkerWrap):
             ContractError: no contract is active, or the installation or the checkpoint is not the contract's.
         """
         return {"identity": process_identity("engine", self.model_config.model).to_json()}
+
+    @_answering
+    def isoexec_weights(self) -> dict:
+        """``{"weights": manifest}`` of what the model holds now.
+
+        Raises:
+            ContractError: a parameter or buffer has no HF name.
+        """
+        return {"weights": weights.manifest(self.model_runner.get_model()).data()}
+
+    @_answering
+    def isoexec_check_served(self) -> dict:
+        """``{"served": calls by case}`` of a process that has sampled.
+
+        Raises:
+            ContractError: an op ran undeclared, did not run, or ran other code than the contract names.
+        """
+        return {"served": check_process_served()}
 
     @_answering
     def isoexec_load_weights(self, path: str) -> dict:

@@ -1,4 +1,4 @@
-"""The way of the weights from policy to engines: a handshake, the transfer, a flushed prefix cache.
+"""The way of the weights from policy to engines: a handshake, the transfer, a flushed prefix cache, the comparison of what arrived.
 
 On the CPU a safetensors file in shared memory passes them; with GPUs SkyRL's IPC and NCCL senders do, fed by isoexec's mapping.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from loguru import logger
 from skyrl.backends.skyrl_train.weight_sync import WeightChunk, WeightExtractor
 
-from isoexec.runtimes.handshake import handshake, process_identity
+from isoexec.runtimes.handshake import check_process_served, check_weights, handshake, process_identity
 from isoexec.runtimes.megatron.hf_files import HFFiles
 from isoexec.runtimes.skyrl.config import SYNC_VARIABLE, uses_gpus
 from isoexec.runtimes.skyrl.tensors import write_tensors
@@ -35,6 +35,7 @@ class Sync:
 
     def __init__(self, worker):
         self.worker = worker
+        self._syncs = 0
 
     async def begin(self, client, engine_config) -> None:
         """Once, before the first sync."""
@@ -43,12 +44,14 @@ class Sync:
         dist.barrier()
 
     async def run(self, client, engine_config) -> None:
-        """Handshake, transfer, flush."""
+        """Handshake, transfer, flush, comparison."""
         try:
             await self._shake_hands(client)
             await self._transfer(client, engine_config)
             if dist.get_rank() == 0:  # what the caches hold was computed by the old weights
                 await client.reset_prefix_cache(reset_running_requests=True)
+            await self._compare(client)
+            self._syncs += 1
             dist.barrier()
         finally:
             await client.teardown()  # a client reaches a worker anew for each sync
@@ -61,6 +64,8 @@ class Sync:
         """
         if self.worker.contract is None:
             return
+        if self._syncs:
+            check_process_served(whole=self.worker.whole)
         ranks = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, process_identity("trainer", self.worker.folder).to_json())
         if dist.get_rank() != 0:
@@ -69,6 +74,23 @@ class Sync:
         identities |= {f"engine {n}": found["identity"] for n, found in enumerate(await client.call("isoexec_identity"))}
         for difference in handshake(self.worker.contract, identities):
             logger.info(f"the processes differ in what moves no bit: {difference}")
+        if self._syncs:  # before the first sync no engine has sampled
+            await client.call("isoexec_check_served")
+
+    async def _compare(self, client) -> None:
+        """Refuse to go on where an engine does not hold the policy's weights, in the contract's dtypes.
+
+        Raises:
+            ContractError: names the first tensor that differs, both values and what to do.
+        """
+        if self.worker.contract is None:
+            return
+        ours = self.worker.weight_manifest()
+        if dist.get_rank() != 0:
+            return
+        engines = {f"engine {n}": found["weights"] for n, found in enumerate(await client.call("isoexec_weights"))}
+        version = check_weights(self.worker.contract, {"trainer": ours} | engines)
+        logger.info(f"weights {version[:12]}: {len(ours.tensors)} tensors equal in the policy and {len(engines)} engines")
 
     async def _transfer(self, client, engine_config) -> None:
         raise NotImplementedError

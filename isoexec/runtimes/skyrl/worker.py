@@ -21,6 +21,7 @@ from skyrl.utils.tok import get_tokenizer
 from transformers import AutoConfig
 
 from isoexec.contract import ContractError, active_contract
+from isoexec.contract.manifest import Manifest
 from isoexec.runtimes.megatron import model as models
 from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
 from isoexec.runtimes.skyrl import checkpoint, weights
@@ -173,6 +174,15 @@ class PolicyWorker(MegatronPolicyWorkerBase):
     async def send_upstream(self, client, engine_config) -> None:
         """SkyRL's transfer by IPC or NCCL, for GPUs."""
         await super().broadcast_to_inference_engines(client, engine_config)
+
+    def weight_manifest(self) -> Manifest:
+        """Digest of every logical tensor, the same whatever the layout; every rank calls, every rank gets it."""
+        return models.weight_manifest(self.gpt, self.hf_config, self._groups)
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank runs every layer, as no pipeline stage does."""
+        return self._groups.pp.size() == 1
 
     def hf_tensors(self) -> dict[str, torch.Tensor]:
         """Every parameter under its HF name, whole and on the CPU; every rank calls, every rank gets them."""
