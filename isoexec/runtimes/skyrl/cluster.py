@@ -24,6 +24,7 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 _CPU_ENVIRONMENT = {
     HIDE_VARIABLE: "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the engine hold its worker: a process less that imports vLLM
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
