@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import ray
-from loguru import logger
 from ray.util.placement_group import placement_group, placement_group_table
 from skyrl.train.utils.utils import ResolvedPlacementGroup, get_ray_pg_ready_with_timeout, prepare_runtime_environment
 
@@ -17,7 +17,6 @@ from isoexec.runtimes.skyrl.config import HIDE_VARIABLE, SYNC_VARIABLE, ConfigEr
 
 _OBJECT_STORE = 256 << 20  # bytes; a batch of prompts and logprobs is small
 _TIMEOUT = 180  # seconds for placement
-_ATTEMPTS = 4
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 #: Environment of every actor on the CPU: one thread each, nothing that compiles, no GPU though Ray counts some.
@@ -47,33 +46,62 @@ def actor_environment(config: TrainConfig, contract: Path | None) -> dict[str, s
     return variables
 
 
-def start(config: TrainConfig, variables: dict[str, str]) -> None:
-    """Start Ray on the loopback interface, or join ``isoexec.ray_address``.
+def start(config: TrainConfig, variables: dict[str, str]) -> Callable[[], None]:
+    """Start Ray on this machine (without GPUs on the loopback interface), or join ``isoexec.ray_address``.
 
     Where there is no GPU, Ray's ``GPU`` resource counts processes: SkyRL asks for one per worker and engine rank.
+
+    Returns:
+        What ends it again, or leaves it.
 
     Raises:
         ConfigError: the cluster does not answer, or lacks what the placement needs.
     """
     runtime = {"env_vars": variables}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if config.isoexec.ray_address is not None:
-        try:
-            ray.init(address=config.isoexec.ray_address, runtime_env=runtime)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"isoexec.ray_address: no Ray cluster at {config.isoexec.ray_address!r}: {error}") from error
+        stop = _join(config.isoexec.ray_address, runtime)
+    elif uses_gpus():
+        ray.init(include_dashboard=False, runtime_env=runtime)
+        stop = ray.shutdown
     else:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        here = {} if uses_gpus() else _cpu_cluster(config)
-        with contextlib.nullcontext() if uses_gpus() else _counting_processes():
-            _begin(include_dashboard=False, runtime_env=runtime, **here)
+        stop = _start_here(_processes(config), runtime)
     wanted = _processes(config)
     found = ray.cluster_resources().get("GPU", 0)
     if found < wanted:
-        ray.shutdown()
+        stop()
         raise ConfigError(
             f"placement: expected {wanted} GPUs in the Ray cluster, found {found:g}; use fewer, or (where there are none) start Ray's "
             "nodes with --num-gpus to count processes"
         )
+    return stop
+
+
+def _join(address: str, runtime: dict) -> Callable[[], None]:
+    try:
+        ray.init(address=address, runtime_env=runtime)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"isoexec.ray_address: no Ray cluster at {address!r}: {error}") from error
+    return ray.shutdown
+
+
+def _start_here(processes: int, runtime: dict) -> Callable[[], None]:
+    from isoexec.runtimes.skyrl.node import LocalNode
+
+    address = _loopback(os.getpid())
+    with _counting_processes():
+        node = LocalNode(address, processes, 2 * processes + 2, _OBJECT_STORE)
+
+    def stop() -> None:
+        ray.shutdown()
+        node.stop()
+
+    try:
+        ray.init(address=node.address, runtime_env=runtime, _node_ip_address=address)
+    except BaseException:
+        stop()
+        raise
+    return stop
 
 
 @contextlib.contextmanager
@@ -87,45 +115,12 @@ def _counting_processes():
             os.environ[_DEVICES] = hidden
 
 
-def _begin(**arguments) -> None:
-    """``ray.init``, again where a busy machine did not start the node's agents within the 15 s that Ray grants them.
-
-    Raises:
-        RuntimeError: nor at the last attempt.
-    """
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            ray.init(**arguments)
-            return
-        except Exception as error:  # Ray raises no narrower one
-            ray.shutdown()
-            if "timed out during startup" not in str(error):
-                raise
-            if attempt == _ATTEMPTS:
-                raise RuntimeError(
-                    f"Ray did not start in {_ATTEMPTS} attempts: its agents did not finish 3 s of imports within 15 s; "
-                    "run it on a machine that is less busy"
-                ) from error
-            logger.warning(f"starting Ray again: {error}")
-
-
 def _processes(config: TrainConfig) -> int:
     """Bundles that policy and engines need."""
     placement, engine = config.trainer.placement, config.generator.inference_engine
     policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
     engines = engine.num_engines * engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
     return max(policy, engines) if placement.colocate_all else policy + engines
-
-
-def _cpu_cluster(config: TrainConfig) -> dict:
-    processes = _processes(config)
-    return {
-        "num_gpus": processes,
-        "num_cpus": 2 * processes + 2,
-        "object_store_memory": _OBJECT_STORE,
-        "_node_ip_address": _loopback(os.getpid()),
-        "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
-    }
 
 
 def _loopback(process: int) -> str:

@@ -1,0 +1,80 @@
+"""A Ray node of this machine alone, which starts on a busy machine too."""
+
+from __future__ import annotations
+
+import socket
+
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray._raylet import (
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    METRICS_AGENT_PORT_NAME,
+    METRICS_EXPORT_PORT_NAME,
+    RUNTIME_ENV_AGENT_PORT_NAME,
+    persist_port,
+)
+
+_AGENTS_TIMEOUT = 600_000  # milliseconds
+#: Name under which Ray's raylet learns the port of an agent -> the parameter that gives it.
+_PORTS = {
+    RUNTIME_ENV_AGENT_PORT_NAME: "runtime_env_agent_port",
+    DASHBOARD_AGENT_LISTEN_PORT_NAME: "dashboard_agent_listen_port",
+    METRICS_AGENT_PORT_NAME: "metrics_agent_port",
+    METRICS_EXPORT_PORT_NAME: "metrics_export_port",
+}
+
+
+class LocalNode(Node):
+    """Ray's head node without what a run has no use for: dashboard, autoscaler, log monitor, idle workers.
+
+    Ray 2.56 gives a node's agents 15 s to import what they need and to say on which ports they listen, and aborts if they do not:
+    too little where other work keeps the cores. Here the ports are chosen first, and the raylet finds them written; it reaches an
+    agent when that is up. Ray has no setting for any of this, so its own class is extended.
+
+    Args:
+        address: of this machine, to which Ray's agents are bound.
+        processes: that Ray's ``GPU`` resource counts.
+        cpus: that its ``CPU`` resource counts.
+        object_store: bytes.
+    """
+
+    def __init__(self, address: str, processes: int, cpus: int, object_store: int):
+        parameters = RayParams(
+            node_ip_address=address,
+            num_gpus=processes,
+            num_cpus=cpus,
+            object_store_memory=object_store,
+            include_dashboard=False,
+            include_log_monitor=False,
+            no_monitor=True,
+            _system_config={
+                "agent_register_timeout_ms": _AGENTS_TIMEOUT,
+                "enable_worker_prestart": False,
+                "prestart_worker_first_driver": False,
+            },
+            **dict(zip(_PORTS.values(), _free_ports(address, len(_PORTS)), strict=True)),
+        )
+        super().__init__(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
+
+    def start_api_server(self, **unused) -> None:
+        """None: Ray would start a reduced one even where no dashboard is asked for."""
+
+    def start_raylet(self, *args, **kwargs) -> None:
+        for name, parameter in _PORTS.items():
+            persist_port(self._session_dir, self._node_id, name, getattr(self._ray_params, parameter))
+        super().start_raylet(*args, **kwargs)
+
+    def stop(self) -> None:
+        """End the node's processes, and with them every actor."""
+        self.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+def _free_ports(address: str, count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((address, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
