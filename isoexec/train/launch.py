@@ -18,6 +18,8 @@ from isoexec.train.progress import Watch
 ARMS = ("isoexec", "native")
 #: Recipe of a command that names none.
 DEFAULT = "tiny"
+#: Exit status of a run that lost a process, or found no room for a checkpoint.
+STOPPED = 4
 
 
 def show(recipe: str, overrides: list[str]) -> None:
@@ -31,7 +33,7 @@ def train(recipe: str, overrides: list[str]) -> int:
     """One run, in this process; prints its summary and writes it into the run's folder.
 
     Returns:
-        0; 1 after a token whose bits differ.
+        0; 1 after a token whose bits differ; :data:`STOPPED` where a process was lost or a checkpoint could not be written.
 
     Raises:
         ContractError: bad input; nothing was started.
@@ -61,8 +63,9 @@ def _report(out: Path, arm: str) -> int:
 def _run(config) -> int:
     from isoexec.runtimes.skyrl.config import ConfigError
     from isoexec.runtimes.skyrl.mismatch import RolloutMismatch
+    from isoexec.runtimes.skyrl.run import RunStopped
     from isoexec.runtimes.skyrl.run import train as run
-    from isoexec.runtimes.skyrl.trainer import RewardError
+    from isoexec.runtimes.skyrl.trainer import NothingToLearn, RewardError
 
     try:
         run(config)
@@ -70,7 +73,10 @@ def _run(config) -> int:
         print(f"isoexec: {error}", file=sys.stderr)
         _trace(error.folder)
         return 1
-    except (ConfigError, RewardError) as error:
+    except RunStopped as error:
+        print(f"isoexec: {error}", file=sys.stderr)
+        return STOPPED
+    except (ConfigError, NothingToLearn, RewardError) as error:
         raise ContractError(str(error)) from error
     return 0
 

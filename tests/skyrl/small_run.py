@@ -26,7 +26,7 @@ def small_config(model: Path, out: Path, overrides: list[str] = ()) -> dict:
             "environment": {"env_class": "parity"},
             "trainer": {
                 "strategy": "megatron",
-                "policy": {"model": {"path": str(model)}, "optimizer_config": {"lr": 1e-3, "weight_decay": 0.0}},
+                "policy": {"model": {"path": str(model)}, "optimizer_config": {"lr": 1e-4, "weight_decay": 0.0}},
                 "algorithm": {
                     "use_kl_loss": False,
                     "policy_loss_type": "dual_clip",

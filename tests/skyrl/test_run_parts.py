@@ -329,6 +329,35 @@ def test_a_reward_that_is_no_number_is_refused(reward):
         _check_rewards([0.0, reward])
 
 
+def test_batches_of_which_no_group_is_kept_are_sampled_again():
+    from isoexec.runtimes.skyrl.trainer import NothingToLearn, Trainer
+
+    def batch(*rewards):
+        rows = [[7]] * len(rewards)
+        return {
+            "prompt_token_ids": rows, "response_ids": rows, "rewards": list(rewards), "loss_masks": [[1]] * len(rewards),
+            "rollout_logprobs": [[-1.0]] * len(rewards), "stop_reasons": None, "rollout_metrics": {},
+        }  # fmt: skip
+
+    trainer = Trainer.__new__(Trainer)
+    trainer._sampled, trainer._batches, trainer.dynamic_sampling_state, trainer.global_step = [], 0, None, 3
+    sampling = SimpleNamespace(type="filter", max_sample_batches=5, min_replace_ratio=0.3)
+    trainer.cfg = SimpleNamespace(
+        trainer=SimpleNamespace(algorithm=SimpleNamespace(dynamic_sampling=sampling), train_batch_size=2),
+        generator=SimpleNamespace(n_samples_per_prompt=2),
+    )
+    uids = ["a", "a", "b", "b"]
+    for rewards in ((0.0, 0.0, 1.0, 1.0), ([0.0, 1.0], [1.0, 0.0], 0.0, 0.0), (1.0, 0.0, 0.0, 0.0)):
+        assert trainer.handle_dynamic_sampling(batch(*rewards), uids)[2]
+    output, kept, again = trainer.handle_dynamic_sampling(batch(0.0, 0.0, 0.0, 1.0), ["c", "c", "d", "d"])
+    assert not again and kept == ["a", "a", "d", "d"] and output["rewards"] == [1.0, 0.0, 0.0, 1.0]
+    assert trainer.dynamic_sampling_state is None and trainer._batches == 4
+    for _ in range(4):
+        trainer.handle_dynamic_sampling(batch(0.0, 0.0, 1.0, 1.0), uids)
+    with pytest.raises(NothingToLearn, match="step 3: 5 batches.*max_sample_batches"):
+        trainer.handle_dynamic_sampling(batch(0.0, 0.0, 1.0, 1.0), uids)
+
+
 @pytest.fixture
 def experiment(tmp_path_factory, tmp_path, monkeypatch):
     """``experiment(*overrides, rows=None)`` puts a run together, up to where Ray would start."""
@@ -408,19 +437,41 @@ def saving(tmp_path):
 
 
 def test_a_checkpoint_is_whole_or_not_there(saving, tmp_path):
+    from isoexec.runtimes.skyrl.trainer import CheckpointNotWritten
+
     assert saving().load_checkpoints() == (0, None)
     for step in (1, 2, 3):
         saving(step).save_checkpoints()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_2", "global_step_3", "latest_ckpt_global_step.txt"]
     saving.disk.full = True
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointNotWritten, match="global_step_4 was not written.*No space left.*make room"):
         saving(4).save_checkpoints()
+    assert not list(tmp_path.glob(".*"))
+    assert saving().last_checkpoint() == tmp_path / "global_step_3"
     resumed = saving()
     assert resumed.load_checkpoints() == (3, str(tmp_path / "global_step_3"))
     assert resumed.train_dataloader.taken == 9 and saving.disk.loaded == str(tmp_path / "global_step_3/policy")
     saving.disk.full = False
-    saving(4).save_checkpoints()  # over what the failed one left
+    (tmp_path / ".global_step_4.partial").mkdir()  # what a killed run leaves
+    saving(4).save_checkpoints()
     assert not list(tmp_path.glob(".*")) and saving().load_checkpoints()[0] == 4
+
+
+def test_a_new_run_does_not_take_an_older_runs_checkpoints_for_its_own(saving, tmp_path):
+    from isoexec.runtimes.skyrl.trainer import _set_aside
+
+    _set_aside(tmp_path)
+    assert not list(tmp_path.iterdir())
+    for step in (8, 9):
+        saving(step).save_checkpoints()
+    _set_aside(tmp_path)
+    assert saving().last_checkpoint() is None and sorted(p.name for p in (tmp_path / "previous").glob("global*")) == [
+        "global_step_8",
+        "global_step_9",
+    ]
+    for step in (1, 2, 3):
+        saving(step).save_checkpoints()
+    assert saving().load_checkpoints()[0] == 3 and not (tmp_path / "global_step_1").exists()
 
 
 def test_a_checkpoint_of_another_run_is_refused(saving, tmp_path):

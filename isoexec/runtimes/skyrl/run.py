@@ -13,6 +13,10 @@ from isoexec.runtimes.compose import composed
 from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, check_environment, resolve, uses_gpus
 
 
+class RunStopped(RuntimeError):
+    """A process of the run was lost, or a disk refused a checkpoint. What was saved before is whole, and the run can be resumed."""
+
+
 def train(config: TrainConfig | DictConfig | dict) -> Path:
     """Train, and write one JSON line per step.
 
@@ -26,12 +30,11 @@ def train(config: TrainConfig | DictConfig | dict) -> Path:
         ConfigError: a setting or the data cannot be used; nothing has started.
         ContractError: the two sides need not compute the same bits; nothing has been trained on.
         RolloutMismatch: a token's two logprobs differ.
+        RunStopped: a process of the run was lost, or its checkpoint could not be written.
     """
     config = resolve(config)
     check_environment(config, os.environ)
-    import ray  # a fault of the configuration is found before these imports are paid for
-
-    from isoexec.runtimes.skyrl import cluster
+    from isoexec.runtimes.skyrl import cluster  # a fault of the configuration is found before these imports are paid for
     from isoexec.runtimes.skyrl.experiment import Experiment
 
     out = Path(config.isoexec.out)
@@ -40,18 +43,50 @@ def train(config: TrainConfig | DictConfig | dict) -> Path:
     file = None if contract is None else out / "contract.json"
     experiment = Experiment(config, None if contract is None else contract.digest)
     environment = cluster.actor_environment(config, file)
-    cluster.start(config, environment)
+    stop = cluster.start(config, environment)
     try:
         experiment.run()
-    except ray.exceptions.RayTaskError as error:  # of an actor: the fault itself, without the frames that it travelled through
-        if isinstance(error.cause, ContractError | ConfigError):
-            raise error.cause from None
+    except Exception as error:
+        # Of an actor: the fault itself, without the frames that it travelled through.
+        fault = getattr(error, "cause", None) or error
+        if isinstance(fault, ContractError | ConfigError):
+            raise fault from None
+        if isinstance(fault, _lost()):
+            raise RunStopped(_stopped(fault, experiment.trainer, environment["SKYRL_LOG_FILE"])) from error
         error.add_note(f"what the actors printed: {environment['SKYRL_LOG_FILE']}")
         raise
     finally:
         experiment.close()
-        ray.shutdown()
+        stop()
     return out
+
+
+def _lost() -> tuple[type[Exception], ...]:
+    """What is raised where a process, a node or room on a disk is missing, and not where the program is wrong."""
+    import aiohttp
+    from ray import exceptions
+
+    from isoexec.runtimes.skyrl.client import EngineCallFailed
+    from isoexec.runtimes.skyrl.trainer import CheckpointNotWritten
+
+    actors = (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.OutOfMemoryError)
+    return (*actors, aiohttp.ClientError, EngineCallFailed, CheckpointNotWritten)
+
+
+def _stopped(fault: Exception, trainer, log: str) -> str:
+    step = 0 if trainer is None else trainer.global_step
+    return f"step {step}: {type(fault).__name__}: {_one_line(fault)}; {_advice(trainer)}; what the actors printed: {log}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+def _advice(trainer) -> str:
+    saved = None if trainer is None else trainer.last_checkpoint()
+    if saved is None:
+        return "nothing was saved; start again"
+    return f"{saved} is whole; start again with trainer.resume_mode=latest"
 
 
 def _contract(config: TrainConfig, out: Path) -> ExecutionContract:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import ray
 from loguru import logger
+from safetensors import SafetensorError
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import TrainingCallback
 from skyrl.train.utils.trainer_utils import ResumeMode, cleanup_old_checkpoints, extract_step_from_path
@@ -34,6 +35,14 @@ PASS = 1.0
 
 class RewardError(ValueError):
     """The environment gave a reward that is no finite number."""
+
+
+class NothingToLearn(RuntimeError):
+    """Dynamic sampling found no groups to train on: every response to a prompt has the same reward."""
+
+
+class CheckpointNotWritten(OSError):
+    """A disk did not take a checkpoint; the one before it is whole."""
 
 
 class Trainer(RayPPOTrainer):
@@ -59,6 +68,8 @@ class Trainer(RayPPOTrainer):
         self.total_training_steps = self.cfg.trainer.max_training_steps
 
     async def train(self) -> None:
+        if self.resume_mode == ResumeMode.NONE:
+            _set_aside(Path(self.cfg.trainer.ckpt_path))
         try:
             await super().train()
         finally:
@@ -73,10 +84,28 @@ class Trainer(RayPPOTrainer):
 
     def handle_dynamic_sampling(self, generator_output, uids):
         self._record(generator_output["rewards"])
+        algorithm = self.cfg.trainer.algorithm.dynamic_sampling
+        if algorithm.type == "filter" and not _any_group_varies(generator_output["rewards"], uids):
+            return self._sample_again(generator_output, uids, algorithm.max_sample_batches)
         return super().handle_dynamic_sampling(generator_output, uids)
 
+    def _sample_again(self, generator_output, uids, limit: int):
+        """Drop a whole batch; upstream fails where it joins two of which no group is kept.
+
+        Raises:
+            NothingToLearn: ``limit`` batches of the step are sampled.
+        """
+        state = self.dynamic_sampling_state = self.dynamic_sampling_state or {"sample_batch_count": 0}
+        state["sample_batch_count"] += 1
+        if 0 < limit <= state["sample_batch_count"]:
+            raise NothingToLearn(
+                f"step {self.global_step}: {limit} batches (trainer.algorithm.dynamic_sampling.max_sample_batches) have too few groups whose "
+                "rewards differ; choose a task that the model solves sometimes, or sample more responses a prompt"
+            )
+        return generator_output, uids, True
+
     def _record(self, rewards) -> None:
-        self._sampled += [sum(r) if isinstance(r, list) else float(r) for r in rewards]
+        self._sampled += map(_total, rewards)
         self._batches += 1
 
     def postprocess_generator_output(self, generator_output, uids, *args, **kwargs):
@@ -181,10 +210,23 @@ class Trainer(RayPPOTrainer):
     # --- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def save_checkpoints(self) -> str:
-        """Write ``global_step_<n>``: complete, or not at all."""
+        """Write ``global_step_<n>``: complete, or not at all.
+
+        Raises:
+            CheckpointNotWritten: the disk is full, or fails; what was written of it is gone.
+        """
         root = Path(self.cfg.trainer.ckpt_path)
         final = root / f"global_step_{self.global_step}"
         scratch = root / f".{final.name}.partial"
+        try:
+            self._write_checkpoint(root, final, scratch)
+        except (OSError, SafetensorError) as error:  # an actor's error is of its own class too
+            shutil.rmtree(scratch, ignore_errors=True)
+            fault = getattr(error, "cause", None) or error
+            raise CheckpointNotWritten(f"{final} was not written: {fault}; make room for it") from error
+        return str(final)
+
+    def _write_checkpoint(self, root: Path, final: Path, scratch: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         self.dispatch.save_checkpoint("policy", str(scratch / "policy"))
@@ -202,7 +244,11 @@ class Trainer(RayPPOTrainer):
         os.replace(scratch, final)
         _write_synced(root / "latest_ckpt_global_step.txt", str(self.global_step))
         cleanup_old_checkpoints(str(root), self.cfg.trainer.max_ckpts_to_keep)
-        return str(final)
+
+    def last_checkpoint(self) -> Path | None:
+        """Folder of the last complete checkpoint, of this run or of the one that it continues."""
+        latest = Path(self.cfg.trainer.ckpt_path) / "latest_ckpt_global_step.txt"
+        return latest.with_name(f"global_step_{int(latest.read_text())}") if latest.exists() else None
 
     def load_checkpoints(self) -> tuple[int, str | None]:
         """Continue from the checkpoint that ``trainer.resume_mode`` names; (0, None) where there is none.
@@ -240,8 +286,7 @@ class Trainer(RayPPOTrainer):
             if extract_step_from_path(folder) == -1 or not folder.is_dir():
                 raise ConfigError(f"trainer.resume_path: expected a global_step_ folder, found {self.cfg.trainer.resume_path!r}")
             return folder
-        latest = Path(self.cfg.trainer.ckpt_path) / "latest_ckpt_global_step.txt"
-        return latest.with_name(f"global_step_{int(latest.read_text())}") if latest.exists() else None
+        return self.last_checkpoint()
 
 
 class _SeedEachStep(TrainingCallback):
@@ -260,6 +305,29 @@ def _check_rewards(rewards) -> None:
         parts = reward if isinstance(reward, list) else [reward]
         if not all(isinstance(part, (int, float)) and math.isfinite(part) for part in parts):
             raise RewardError(f"reward of response {i}: expected finite numbers, found {reward!r}; see the environment's scorer")
+
+
+def _any_group_varies(rewards, uids: list[str]) -> bool:
+    """Whether two responses to one prompt have different rewards."""
+    first = {}
+    return any(first.setdefault(uid, _total(reward)) != _total(reward) for uid, reward in zip(uids, rewards, strict=True))
+
+
+def _total(reward) -> float:
+    return sum(reward) if isinstance(reward, list) else float(reward)
+
+
+def _set_aside(root: Path) -> None:
+    """Move an older run's checkpoints to ``previous``: neither resuming nor keeping the newest may take them for this run's."""
+    old = [root / "latest_ckpt_global_step.txt", *root.glob("global_step_*")]
+    old = [entry for entry in old if entry.exists()]
+    if not old:
+        return
+    previous = root / "previous"
+    shutil.rmtree(previous, ignore_errors=True)
+    previous.mkdir()
+    for entry in old:
+        os.replace(entry, previous / entry.name)
 
 
 def _write_synced(path: Path, text: str) -> None:

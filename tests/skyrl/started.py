@@ -1,0 +1,94 @@
+"""small_run.py in a process of its own, which a test may watch, kill and look after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from isoexec.runtimes.skyrl.steps import read_steps
+
+HERE = Path(__file__).parent
+_MARK = "ISOEXEC_TEST_RUN"
+_LIMIT = 600  # seconds
+
+
+class Run:
+    """A started run of ``out``; every process of it carries ``out`` in its environment."""
+
+    def __init__(self, model: Path, out: Path, *overrides: str):
+        self.out = out
+        self.log = out / "run.log"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", _MARK: str(out)}
+        environment.pop("ISOEXEC_CONTRACT", None)
+        with self.log.open("ab") as log:
+            command = [sys.executable, "small_run.py", str(model), str(out), *overrides]
+            self.driver = subprocess.Popen(command, cwd=HERE, env=environment, stdout=log, stderr=log)
+
+    def end(self) -> int:
+        """Its exit status; what it leaves behind is killed and said."""
+        try:
+            return self.driver.wait(_LIMIT)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"not at its end after {_LIMIT} s: {self.text()}") from None
+
+    def text(self) -> str:
+        """The last of what it printed, and of what its actors did."""
+        logs = [self.log, *sorted((self.out / "logs").glob("*.log"))]
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists())
+
+    def wait_for(self, what: str, condition):
+        """What ``condition()`` gives once it is true."""
+        until = time.monotonic() + _LIMIT
+        while time.monotonic() < until:
+            if found := condition():
+                return found
+            assert self.driver.poll() is None, f"ended before {what}: {self.text()}"
+            time.sleep(0.02)
+        self.kill_all()
+        raise AssertionError(f"no {what} after {_LIMIT} s: {self.text()}")
+
+    def wait_for_step(self, step: int) -> None:
+        """Until ``step`` is done and the next has begun."""
+        self.wait_for(f"step {step}", lambda: any(line["step"] >= step for line in read_steps(self.out / "steps.jsonl")))
+
+    def processes(self) -> dict[int, str]:
+        """Process id -> command line of what lives of it."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                mine = f"{_MARK}={self.out}\0".encode() in (entry / "environ").read_bytes() + b"\0"
+                if mine and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+        return found
+
+    def process(self, name: str) -> int:
+        """Id of the process whose command line holds ``name``."""
+        [pid] = [pid for pid, command in self.processes().items() if name in command]
+        return pid
+
+    def left(self, seconds: float = 30.0) -> dict[int, str]:
+        """What still lives of it after ``seconds``."""
+        until = time.monotonic() + seconds
+        while (found := self.processes()) and time.monotonic() < until:
+            time.sleep(0.2)
+        return found
+
+    def kill_all(self) -> None:
+        """So that a failing test leaves nothing."""
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def numbers(out: Path) -> list[dict]:
+    """The steps of a run without their times."""
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in read_steps(out / "steps.jsonl")]
