@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from ray._private.node import Node
@@ -15,6 +16,8 @@ from ray._raylet import (
 )
 
 _AGENTS_TIMEOUT = 600_000  # milliseconds
+_AGENT_PORTS = 22_000, 32_000
+_STRIDE = 8  # runs that start at one time begin their search apart
 #: Name under which Ray's raylet learns the port of an agent -> the parameter that gives it.
 _PORTS = {
     RUNTIME_ENV_AGENT_PORT_NAME: "runtime_env_agent_port",
@@ -52,7 +55,7 @@ class LocalNode(Node):
                 "enable_worker_prestart": False,
                 "prestart_worker_first_driver": False,
             },
-            **dict(zip(_PORTS.values(), _free_ports(address, len(_PORTS)), strict=True)),
+            **dict(zip(_PORTS.values(), _free_ports(len(_PORTS)), strict=True)),
         )
         super().__init__(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
 
@@ -69,12 +72,18 @@ class LocalNode(Node):
         self.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
-def _free_ports(address: str, count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((address, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+def _free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on, outside the range from which the kernel gives others theirs while the agents still import."""
+    first, last = _AGENT_PORTS
+    found = []
+    for offset in range(last - first):
+        port = first + (_STRIDE * os.getpid() + offset) % (last - first)
+        with socket.socket() as tried:
+            try:
+                tried.bind(("", port))  # Ray's gRPC servers listen on every interface
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"Ray's agents need {count} free ports between {first} and {last}; end what listens there")
