@@ -54,6 +54,7 @@ class LocalNode(Node):
                 "agent_register_timeout_ms": _AGENTS_TIMEOUT,
                 "enable_worker_prestart": False,
                 "prestart_worker_first_driver": False,
+                "worker_niceness": 0,  # actors do the work of a run; Ray would give way to everything else
             },
             **dict(zip(_PORTS.values(), _free_ports(len(_PORTS)), strict=True)),
         )
