@@ -70,7 +70,7 @@ class LocalNode(Node):
 
     def stop(self) -> None:
         """End the node's processes, and with them every actor."""
-        self.kill_all_processes(check_alive=False, allow_graceful=False)
+        self.kill_all_processes(check_alive=False, allow_graceful=True)  # else the agents live on for a minute
 
 
 def _free_ports(count: int) -> list[int]:
