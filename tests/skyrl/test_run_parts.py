@@ -152,6 +152,18 @@ def test_every_sample_has_a_seed_of_its_own(monkeypatch):
     assert all("seed" not in params and "logprobs" not in params for params in greedy)
 
 
+def test_an_environment_reads_a_response_without_the_tokens_that_end_it():
+    from transformers import AutoTokenizer
+
+    from isoexec.runtimes.skyrl.client import InferenceClient
+    from isoexec.train.compose import RECIPES
+
+    tokenizer = AutoTokenizer.from_pretrained(RECIPES / "start/dense")
+    ids = tokenizer("-12").input_ids + [tokenizer.eos_token_id]
+    client = InferenceClient(proxy_url="", server_urls=[], data_parallel_size=1, tokenizer=tokenizer)
+    assert asyncio.run(client.detokenize([ids])) == ["-12"] and tokenizer.decode(ids) != "-12"
+
+
 def test_a_line_holds_the_step_at_full_precision(tmp_path):
     logs = {"sampled/reward": 1 / 3, "policy/final_loss": 1e-17, "timing/generate": 2.5, "eval/all/avg_score": 0.1, "other": 1}
     path = tmp_path / "steps.jsonl"

@@ -47,6 +47,10 @@ class InferenceClient(RemoteInferenceClient):
                 answers.append(result)
         return answers
 
+    async def detokenize(self, token_ids: list[list[int]]) -> list[str]:
+        """Text of responses for their environments, without the tokens that end them; what is trained on are the tokens."""
+        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+
     async def finish_session(self, session_id: str) -> None:
         if self.routed:
             await super().finish_session(session_id)
