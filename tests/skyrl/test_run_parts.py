@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from isoexec.contract import ContractError
 from isoexec.runtimes.skyrl import mismatch, steps, tensors
+from isoexec.runtimes.skyrl.client import InferenceClient
 from isoexec.runtimes.skyrl.config import ConfigError, check_environment, resolve
 from isoexec.runtimes.skyrl.dapo import overlong_penalty
 from isoexec.runtimes.skyrl.generator import sample_seed
@@ -155,7 +156,6 @@ def test_every_sample_has_a_seed_of_its_own(monkeypatch):
 def test_an_environment_reads_a_response_without_the_tokens_that_end_it():
     from transformers import AutoTokenizer
 
-    from isoexec.runtimes.skyrl.client import InferenceClient
     from isoexec.train.compose import RECIPES
 
     tokenizer = AutoTokenizer.from_pretrained(RECIPES / "start/dense")
@@ -332,6 +332,31 @@ def test_a_differing_token_warns_where_it_is_told_to(compared, tmp_path):
     assert not (tmp_path / "mismatch-5").exists()
 
 
+def test_every_token_of_a_step_is_of_one_weight_version(monkeypatch):
+    from skyrl.train.trainer import RayPPOTrainer
+
+    from isoexec.runtimes.skyrl.trainer import Trainer
+
+    client = InferenceClient(proxy_url="", server_urls=[], data_parallel_size=1)
+
+    async def sample(self, batch):
+        if batch == "and sync":
+            client.increment_weight_version()
+        return {"rewards": [1.0]}
+
+    monkeypatch.setattr(RayPPOTrainer, "generate", sample)
+    trainer = Trainer.__new__(Trainer)
+    trainer.inference_engine_client, trainer.all_metrics, trainer.global_step = client, {}, 1
+    client.increment_weight_version()
+    for _ in range(2):  # dynamic sampling takes several batches
+        asyncio.run(trainer.generate("a batch"))
+    assert trainer.all_metrics == {"sampled/weight_version": 1}
+    with pytest.raises(ContractError, match="expected 1 for every token, found 1 before.*and 2 after"):
+        asyncio.run(trainer.generate("and sync"))
+    with pytest.raises(ContractError, match="expected 1 for every token, found 2 before"):
+        asyncio.run(trainer.generate("a batch"))
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, [0.0, float("nan")]])
 def test_a_reward_that_is_no_number_is_refused(reward):
     from isoexec.runtimes.skyrl.trainer import RewardError, _check_rewards
@@ -439,6 +464,7 @@ def saving(tmp_path):
         made.global_step, made.dispatch = step, disk
         made.train_dataloader = PromptStream(Prompts(8), 2, seed=1)
         made.train_dataloader.taken = 3 * step
+        made.inference_engine_client = InferenceClient(proxy_url="", server_urls=[], data_parallel_size=1)
         made.cfg = SimpleNamespace(
             trainer=SimpleNamespace(ckpt_path=str(tmp_path), max_ckpts_to_keep=2, max_training_steps=9, resume_path=path)
         )
@@ -462,6 +488,7 @@ def test_a_checkpoint_is_whole_or_not_there(saving, tmp_path):
     assert saving().last_checkpoint() == tmp_path / "global_step_3"
     resumed = saving()
     assert resumed.load_checkpoints() == (3, str(tmp_path / "global_step_3"))
+    assert resumed.inference_engine_client.weight_version == 3  # counts on from the run that it continues
     assert resumed.train_dataloader.taken == 9 and saving.disk.loaded == str(tmp_path / "global_step_3/policy")
     saving.disk.full = False
     (tmp_path / ".global_step_4.partial").mkdir()  # what a killed run leaves

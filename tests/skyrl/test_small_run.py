@@ -49,7 +49,7 @@ def test_no_token_differs_at_any_step(whole):
         assert [line[f"rollout_train_logprobs_abs_diff_{moment}"] for moment in ("mean", "max", "std")] == [0.0, 0.0, 0.0]
         assert line["bit_equal"] == 1.0 and line["tokens"] > 4 * 4 * 4
         assert line["first_minibatch_ratio_min"] == line["first_minibatch_ratio_max"] == 1.0
-        assert line["first_minibatch_clip_fraction"] == 0.0
+        assert line["first_minibatch_clip_fraction"] == 0.0 and line["weight_version"] == line["step"]
         assert {"generate", "train", "sync", "step"} <= line["seconds"].keys()
     assert not list(whole.glob("mismatch-*"))
 

@@ -13,6 +13,7 @@ _FIELDS = {
     "pass_rate": "sampled/pass_rate",
     "responses": "sampled/responses",
     "sampled_batches": "sampled/batches",
+    "weight_version": "sampled/weight_version",
     "rollout_train_logprobs_abs_diff_mean": "policy/rollout_train_logprobs_abs_diff_mean",
     "rollout_train_logprobs_abs_diff_max": "policy/rollout_train_logprobs_abs_diff_max",
     "rollout_train_logprobs_abs_diff_std": "policy/rollout_train_logprobs_abs_diff_std",

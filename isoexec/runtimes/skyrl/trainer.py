@@ -78,9 +78,25 @@ class Trainer(RayPPOTrainer):
     # --- rewards ----------------------------------------------------------------------------------------------------------------
 
     async def generate(self, input_batch):
+        version = self.inference_engine_client.weight_version
         output = await super().generate(input_batch)
+        self._check_version(version)
         _check_rewards(output["rewards"])
         return output
+
+    def _check_version(self, before: int) -> None:
+        """Every token that a step samples is of the same weights, those of the last sync.
+
+        Raises:
+            ContractError: they changed while, or between, the step's batches were sampled.
+        """
+        client = self.inference_engine_client
+        expected = self.all_metrics.setdefault("sampled/weight_version", before)
+        if not expected == before == client.weight_version:
+            raise ContractError(
+                f"step {self.global_step}: weight version: expected {expected} for every token, found {before} before a batch was sampled "
+                f"and {client.weight_version} after it; nothing is trained on it, report this"
+            )
 
     def handle_dynamic_sampling(self, generator_output, uids):
         self._record(generator_output["rewards"])
@@ -276,6 +292,8 @@ class Trainer(RayPPOTrainer):
             )
         self.dispatch.load_checkpoint("policy", str(folder / "policy"))
         self.train_dataloader.load_state_dict(state["stream"])
+        for _ in range(state["step"]):  # the syncs of the run that is continued
+            self.inference_engine_client.increment_weight_version()
         return state["step"], str(folder)
 
     def _checkpoint_folder(self) -> Path | None:
