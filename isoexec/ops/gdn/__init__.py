@@ -166,7 +166,7 @@ def cpr_wy_decode(
     null_slot: inert, its output is +0.0) and the token's absolute position. Advances the slots in place -> o [B, HV, V]."""
 
 
-@op("gdn.cpr_wy_step", cpu=".cpu:step", cuda=".triton_decode:step", hazards=_CORE_HAZARDS)
+@op("gdn.cpr_wy_step", cpu=".reference_step:step", cuda=".triton_decode:step", hazards=_CORE_HAZARDS)
 def cpr_wy_step(
     y: torch.Tensor,
     a: torch.Tensor,
@@ -188,7 +188,7 @@ def cpr_wy_step(
     """`l2norm` of q and k, `gating` and `cpr_wy_decode` of convolved channels y [B, 2HK + HV V]: the same bits, no launch more on a GPU."""
 
 
-@op("gdn.mixer_step", cpu=".cpu:mixer_step", cuda=".triton_decode:mixer_step", hazards=_CORE_HAZARDS)
+@op("gdn.mixer_step", cpu=".reference_step:mixer_step", cuda=".triton_decode:mixer_step", hazards=_CORE_HAZARDS)
 def mixer_step(
     x: torch.Tensor,
     a: torch.Tensor,

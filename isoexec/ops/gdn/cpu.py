@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from isoexec.ops.gdn import reference_conv
 from isoexec.ops.gdn.gradient import Core
 from isoexec.ops.gdn.reference import run
 from isoexec.ops.gdn.state import Plan
-from isoexec.ops.norm.reference import gated_rms_norm
 
 
 def train(q, k, v, g, beta, plan, scale=None, out_dtype=torch.bfloat16):
@@ -30,18 +28,3 @@ def decode(q, k, v, g, beta, pool, slots, positions, scale=None, null_slot=-1, o
         rows = (x[live] for x in (q, k, v, g, beta))
         o[live] = run(*rows, plan, pool, [owner[j] for j in live], scale)
     return o.to(out_dtype)
-
-
-def step(y, a, b, A_log, dt_bias, pool, slots, positions, H, HV, K, V, scale=None, null_slot=-1, eps=1e-6, out_dtype=torch.bfloat16):
-    x = *reference_conv.heads(y, H, K, V, eps), *reference_conv.gating(a, b, A_log, dt_bias)
-    return decode(*x, pool, slots, positions, scale, null_slot, out_dtype)
-
-
-def mixer_step(
-    x, a, b, z, weight, A_log, dt_bias, norm_weight, window, pool, slots, positions, H, HV, K, V, scale=None, null_slot=-1, eps=1e-6,
-    norm_eps=1e-6,
-):  # fmt: skip
-    y = reference_conv.conv1d_step(x, weight, window, slots, null_slot)
-    o = step(y, a, b, A_log, dt_bias, pool, slots, positions, H, HV, K, V, scale, null_slot, eps)
-    live = (slots >= 0) & (slots != null_slot)
-    return torch.where(live[:, None, None], gated_rms_norm(o, z, norm_weight, norm_eps), 0.0)
