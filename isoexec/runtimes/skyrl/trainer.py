@@ -115,8 +115,8 @@ class Trainer(RayPPOTrainer):
         state["sample_batch_count"] += 1
         if 0 < limit <= state["sample_batch_count"]:
             raise NothingToLearn(
-                f"step {self.global_step}: {limit} batches (trainer.algorithm.dynamic_sampling.max_sample_batches) have too few groups whose "
-                "rewards differ; choose a task that the model solves sometimes, or sample more responses a prompt"
+                f"step {self.global_step}: {limit} batches (trainer.algorithm.dynamic_sampling.max_sample_batches) have too few groups "
+                "whose rewards differ; choose a task that the model solves sometimes, or sample more responses a prompt"
             )
         return generator_output, uids, True
 
