@@ -12,14 +12,25 @@ from safetensors.torch import save_file
 
 
 def write_tensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write ``path`` through a scratch file beside it."""
+    """Write ``path`` through a scratch file beside it. Tensors of one memory, as an fp32 parameter and its master weight, are written each."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, scratch)
+        save_file(_apart(tensors), scratch)
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """On the CPU, contiguous, and no two in one storage, which safetensors refuses."""
+    found, storages = {}, set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    return found
 
 
 def read_tensors(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
