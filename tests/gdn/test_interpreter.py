@@ -161,7 +161,7 @@ damaged.finish()
 assert not bit_equal(damaged.o, base)
 """
 
-BODIES = {"core": CORE, "gradient": GRADIENT, "edges": EDGES, "edges gradient": EDGES_GRADIENT, "step": STEP, "cpr": CPR}
+BODIES = {"core, step": CORE + STEP, "gradient, edges": GRADIENT + EDGES + EDGES_GRADIENT, "cpr": CPR}
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
