@@ -35,8 +35,8 @@ def dirty_pool(slots, H=1, HV=2, K=32, V=32, chunk=16, device="cpu", kind=gdn.St
     return pool
 
 
-def one_shot(x, lengths, chunk, **kw):
-    return gdn.cpr_wy(*x, gdn.Plan(lengths, chunk, device=x[0].device), out_dtype=F32, **kw)
+def one_shot(x, lengths, chunk=16, form="cpr_wy", **kw):
+    return getattr(gdn, form)(*x, gdn.Plan(lengths, chunk, device=x[0].device), out_dtype=F32, **kw)
 
 
 def select(x, rows):
@@ -100,6 +100,13 @@ class Engine:
 
     def state(self, n):
         return self.pool.live(self.slots[n], self.done[n])
+
+
+def engine_of(form, x, lengths, slots=None, chunk=16):
+    """An :class:`Engine` of one form of the core over a pool of NaN bits; by default sequence n lies in slot n."""
+    (H, K), (HV, V) = x[0].shape[1:], x[2].shape[1:]
+    slots = list(range(len(lengths))) if slots is None else slots
+    return Engine(x, lengths, dirty_pool(max(slots) + 2, H, HV, K, V, chunk, x[0].device, gdn.POOLS[form]), slots, form)
 
 
 def assert_same_state(a, b, what):

@@ -119,7 +119,7 @@ def cpr_wy(
     Args:
         q, k: [T, H, K] bf16, l2-normalised.
         v: [T, HV, V] bf16; value head h reads key head h // (HV // H).
-        g, beta: [T, HV] fp32; g <= 0.
+        g, beta: [T, HV] fp32; g <= 0, beta in [0, 1].
         plan: lengths of the packed sequences, all starting at position 0, and C.
         scale: of the query, K**-0.5 by default.
         out_dtype: bf16, or fp32 for the value before the rounding.
@@ -128,7 +128,8 @@ def cpr_wy(
         o [T, HV, V].
 
     Raises:
-        ContractError: a row is not finite (CPU; on a GPU its own output is not finite).
+        ContractError: a row is not finite, leaves fp32 inside its chunk, or lies outside the domain (an element of k beyond 2, g > 0,
+            beta outside [0, 1]). On the CPU; on a GPU a row that is not finite makes its own output not finite.
     """
 
 

@@ -51,7 +51,8 @@ def chunk(S, q, k, v, G, beta, rhs, known, scale):
     Args: S [B, V, K]; q, k [B, C, K]; v [B, C, V]; G, beta [B, C]; rhs [B, C, V], used where ``known`` [B, C] (rows that an
         earlier call computed). All fp32, the bf16 ones holding bf16 values. Every product has one fixed shape per (C, K, V),
         so that its bits do not depend on the batch.
-    Returns: o [B, C, V] fp32 before rounding; rhs [B, C, V]; S' [B, V, K], meaningful when all C rows are real.
+    Returns: o [B, C, V] fp32 before rounding; rhs [B, C, V]; S' [B, V, K], meaningful when all C rows are real; whether a row's
+        values leave fp32 [B, C], though S does not.
     """
     C = k.shape[1]
     i = torch.arange(C, device=k.device)
@@ -68,7 +69,8 @@ def chunk(S, q, k, v, G, beta, rhs, known, scale):
     o = torch.bmm(S_high, q.mT) * (eG * scale)[:, None, :] + torch.bmm(_bf16(u), _bf16(M).mT)
     last = G[:, -1:]
     S_next = S * exp(last)[:, :, None] + torch.bmm(_bf16(u * exp(last - G)[:, None, :]), k)
-    return o.mT, rhs, S_next
+    beyond = ~torch.isfinite(_bf16(u)).all(1) & torch.isfinite(S_high).flatten(1).all(1)[:, None]
+    return o.mT, rhs, S_next, beyond
 
 
 def cumulate(g: torch.Tensor, G: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
@@ -86,7 +88,7 @@ def run(q, k, v, g, beta, plan: Plan, pool: StatePool | None = None, slots=None,
     q, k [T, H, K] bf16 (normalised), v [T, HV, V] bf16, g, beta [T, HV] fp32; slots: one int per sequence.
     """
     (H, K), (HV, V), C = q.shape[1:], v.shape[1:], plan.chunk
-    check_finite("gdn.cpr_wy", q=q, k=k, v=v, g=g, beta=beta)
+    check_rows("gdn.cpr_wy", q, k, v, g, beta)
     scale = K**-0.5 if scale is None else scale
     o = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     S = {}  # sequence -> [HV, V, K]
@@ -107,10 +109,11 @@ def run(q, k, v, g, beta, plan: Plan, pool: StatePool | None = None, slots=None,
         G_t = cumulate(g_t, G_t, known[:, None, :].expand_as(g_t))
         S_b = torch.stack([S.get(n, _boundary(plan, pool, slots, n, HV, V, K, v)) for n in live])
         group = lambda x: x.repeat_interleave(HV // H, 1).flatten(0, 1)
-        o_t, rhs_t, S_next = chunk(
+        o_t, rhs_t, S_next, beyond = chunk(
             S_b.flatten(0, 1), group(q_t), group(k_t), v_t.flatten(0, 1), G_t.flatten(0, 1), b_t.flatten(0, 1),
             rhs_t.flatten(0, 1), known.repeat_interleave(HV, 0), scale,
         )  # fmt: skip
+        refuse_overflow(beyond.unflatten(0, (-1, HV)).any(1) & real, v, g)
         o[row[real]] = o_t.unflatten(0, (-1, HV)).transpose(1, 2)[real]
         for j, n in enumerate(live):
             held = min(C, plan.starts[n] % C + plan.lengths[n] - c * C)
@@ -144,12 +147,29 @@ def _boundary(plan: Plan, pool, slots, n: int, HV: int, V: int, K: int, like) ->
     return join_planes(pool.high[slots[n]], pool.low[slots[n]])
 
 
-def check_finite(op: str, /, **rows: torch.Tensor) -> None:
-    """Refuse non-finite rows: 0 * inf in a tile's product would reach earlier rows, in the trainer only."""
-    for name, x in rows.items():
-        if not bool(torch.isfinite(x).all()):
-            bad = (~torch.isfinite(x)).flatten(1).any(1).nonzero()[0].item()
+def check_rows(op: str, q, k, v, g, beta) -> None:
+    """Refuse rows that are not finite or lie outside what the op is for: 0 * inf in a tile's product would reach earlier rows, in the
+    trainer only, and a key, decay or beta beyond its range makes an inf of finite rows."""
+    for name, x, bad, expected in (
+        *((name, x, ~torch.isfinite(x), "finite rows") for name, x in zip(("q", "k", "v", "g", "beta"), (q, k, v, g, beta))),
+        ("k", k, k.abs() > 2.0, "normalised keys (gdn.l2norm)"),
+        ("g", g, g > 0.0, "a decay g <= 0 (gdn.gating)"),
+        ("beta", beta, (beta < 0.0) | (beta > 1.0), "beta in [0, 1] (gdn.gating)"),
+    ):
+        if bool(bad.any()):
+            at = tuple(bad.nonzero()[0].tolist())
+            what = "not finite" if expected == "finite rows" else f"{x[at].item():g}"
             raise ContractError(
-                f"op {op}: {name} of row {bad} is not finite; expected finite rows. Find the op that produced it "
+                f"op {op}: {name} of row {at[0]} is {what}; expected {expected}. Find the op that produced it "
                 f"(isoexec trace) before trusting any logprob of this batch"
             )
+
+
+def refuse_overflow(beyond, v, g) -> None:
+    """Refuse finite rows whose solution is not finite: ``beyond`` [N, C] marks tile positions, ``v`` and ``g`` are the batch's."""
+    if bool(beyond.any()):
+        raise ContractError(
+            f"op gdn: rows of one chunk leave the range of fp32 together (the batch has |v| up to {v.abs().max().item():g} and g down to "
+            f"{g.min().item():g}); expected rows whose state stays finite. Find the op that produced them (isoexec trace) before trusting "
+            f"any logprob of this batch"
+        )
