@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from isoexec.ops import gdn
-from isoexec.ops._core.bits import assert_bit_equal
-from tests.gdn.cases import inputs
+from tests.gdn.cases import inputs, one_shot
+from tests.ops.op_checks import same_bits
 
 
 def recurrence_grad(x, lengths, weight):
@@ -24,20 +24,25 @@ def recurrence_grad(x, lengths, weight):
             outputs.append(q.shape[-1] ** -0.5 * (S @ q[t][..., None])[..., 0])
         first += length
     o = torch.stack(outputs)
-    return torch.autograd.grad(o, x64, weight.double())
+    return torch.autograd.grad((o * weight.double()).sum(), x64)
 
 
+@pytest.mark.parametrize("form", sorted(gdn.POOLS))
 @pytest.mark.parametrize("lengths", [[1], [16], [40], [17, 0, 5, 33]])
-def test_gradients_against_fp64_autograd(lengths):
+def test_gradients_against_fp64_autograd(form, lengths):
     x = inputs(lengths, H=1, HV=2)
     weight = torch.randn(x[2].shape, generator=torch.Generator().manual_seed(1))
     leaves = [t.clone().requires_grad_() for t in x]
-    o = gdn.cpr_wy(*leaves, gdn.Plan(lengths, 16), out_dtype=torch.float32)
-    grads = torch.autograd.grad(o, leaves, weight)
-    for name, ours, exact in zip("q k v g beta".split(), grads, recurrence_grad(x, lengths, weight)):
-        bound = 3e-3 if ours.dtype == torch.bfloat16 else 1e-5
-        error, size = float((ours.double() - exact).norm()), float(exact.norm())
-        assert error <= bound * size, name  # the decay of a single token has no effect: exactly zero
+    grads = torch.autograd.grad((one_shot(leaves, lengths, form=form) * weight).sum(), leaves)
+
+    def check(exact):
+        for name, ours, e in zip("q k v g beta".split(), grads, exact, strict=True):
+            bound = 3e-3 if ours.dtype == torch.bfloat16 else 1e-5
+            assert float((ours.double() - e).norm()) <= bound * float(e.norm()), name  # a single token's decay has no effect: exactly zero
+
+    check(recurrence_grad(x, lengths, weight))
+    with pytest.raises(AssertionError, match="^q"):  # a scale that is 1 percent off is another gradient
+        check(recurrence_grad(x, lengths, weight * 1.01))
 
 
 def test_two_backward_runs_are_equal():
@@ -45,7 +50,6 @@ def test_two_backward_runs_are_equal():
     leaves = [t.clone().requires_grad_() for t in x]
     runs = []
     for _ in range(2):
-        o = gdn.cpr_wy(*leaves, gdn.Plan([37], 16), out_dtype=torch.float32)
-        runs.append(torch.autograd.grad(o.square().sum(), leaves))
+        runs.append(torch.autograd.grad(one_shot(leaves, [37]).square().sum(), leaves))
     for a, b in zip(*runs):
-        assert_bit_equal(a, b, "gradient")
+        same_bits(a, b, "gradient")
