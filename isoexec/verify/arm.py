@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isoexec.verify.agreement import Agreement
-from isoexec.verify.compare import Comparison, Scored, compare
+from isoexec.verify.compare import Comparison, Scored, compare, not_run
 from isoexec.verify.progress import Progress
 from isoexec.verify.prompts import make_prompts, packings, request_seeds
 from isoexec.verify.protocol import OperationFailed, Worker, WorkerGroup, WorkerRefused
@@ -117,10 +117,16 @@ class ArmRun:
             compare(self.model.name, self.arm, f"{s.setting.name} / {scoring.name}", s.engine, s.trainer[scoring.name])
             for s, scoring in scored
         ]
+        comparisons += self._not_run({c.setting for c in comparisons})
         wrong = [pair for pair, c in zip(scored, comparisons) if not c.passed]
         if wrong and self.arm == "isoexec" and self._out is not None:
             self.traceback = self._trace(*wrong[0])
         return comparisons
+
+    def _not_run(self, ran: set[str]) -> list[Comparison]:
+        settings = [s for engine_run in self.plan.engines for s in (*engine_run.before, *engine_run.after_sync)]
+        names = [f"{setting.name} / {scoring.name}" for setting in settings for scoring in self._scorings(setting)]
+        return [not_run(self.model.name, self.arm, name, self.unable or "unknown") for name in names if name not in ran]
 
     def _trace(self, sample: Sample, scoring: Scoring) -> Traceback:
         """Run a setting again with its ops recorded, on the weights that it had."""
@@ -251,6 +257,7 @@ class ArmRun:
             max_tokens=setting.max_tokens,
             one_at_a_time=setting.one_at_a_time,
             rows=True,
+            evict_at=setting.evict_at,
             **({} if recording is None else {"trace": recording}),
         )
 

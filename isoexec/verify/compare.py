@@ -28,6 +28,7 @@ class Comparison:
         equal_tokens: tokens whose two logprobs have the same bits.
         equal_rows: positions whose full-vocabulary rows have the same digest, or None where not compared.
         finite: every logprob on both sides is a finite number.
+        not_run: why the setting was not run and there is nothing to compare, or "".
     """
 
     model: str
@@ -37,25 +38,26 @@ class Comparison:
     equal_tokens: int
     equal_rows: int | None
     finite: bool
+    not_run: str = ""
 
     @property
     def tokens(self) -> int:
         return len(self.differences)
 
     @property
-    def bit_equal(self) -> float:
-        """Share of tokens with equal bits."""
-        return self.equal_tokens / self.tokens
+    def bit_equal(self) -> float | None:
+        """Share of tokens with equal bits; None where nothing was run."""
+        return self.equal_tokens / self.tokens if self.tokens else None
 
     @property
     def rows_equal(self) -> float | None:
         """Share of positions with equal full-vocabulary rows, or None."""
-        return None if self.equal_rows is None else self.equal_rows / self.tokens
+        return None if self.equal_rows is None or not self.tokens else self.equal_rows / self.tokens
 
     @property
     def passed(self) -> bool:
         """Every token and every row has equal bits, rows were compared, and all numbers are finite."""
-        return self.finite and self.equal_tokens == self.tokens == self.equal_rows
+        return self.finite and 0 < self.tokens == self.equal_tokens == self.equal_rows
 
     def statistics(self) -> dict:
         """``mean_abs``, ``max_abs`` and ``std_abs`` of the absolute difference in nats; null where a side is not finite."""
@@ -76,7 +78,13 @@ class Comparison:
             **self.statistics(),
             "bit_equal": self.bit_equal,
             "rows_equal": self.rows_equal,
+            **({"not_run": self.not_run} if self.not_run else {}),
         }
+
+
+def not_run(model: str, arm: str, setting: str, why: str) -> Comparison:
+    """The line of a setting that an arm could not run."""
+    return Comparison(model, arm, setting, differences=[], equal_tokens=0, equal_rows=None, finite=False, not_run=why)
 
 
 def compare(model: str, arm: str, setting: str, engine: list[Scored], trainer: list[Scored]) -> Comparison:

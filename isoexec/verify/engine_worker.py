@@ -26,7 +26,7 @@ class EngineOperations:
         self._engine = self._engine_class(model, **shape)
 
     def generate(
-        self, prompts, seeds, temperature: float, max_tokens: int, one_at_a_time: bool, rows: bool, trace: dict | None = None
+        self, prompts, seeds, temperature: float, max_tokens: int, one_at_a_time: bool, rows: bool, evict_at=(), trace: dict | None = None
     ) -> dict:
         """Sample every prompt. Logprobs are fp32 bit patterns; ``rows`` adds digests of whole rows; ``evidence`` counts what happened;
         ``trace`` records the ops (:func:`isoexec.verify.trace.worker.recording`)."""
@@ -35,7 +35,7 @@ class EngineOperations:
         rollouts = []
         with recording(trace, "engine", lambda: self._engine.weight_manifest()):
             for batch_prompts, batch_seeds in batches:
-                rollouts += self._engine.generate(batch_prompts, batch_seeds, temperature, max_tokens, record_rows=rows)
+                rollouts += self._engine.generate(batch_prompts, batch_seeds, temperature, max_tokens, rows, evict_at)
         for prompt, rollout in zip(prompts, rollouts, strict=True):
             if list(rollout.prompt) != prompt:
                 raise ValueError(f"the engine returned another prompt ({len(rollout.prompt)} tokens) than was sent ({len(prompt)})")
@@ -49,6 +49,7 @@ class EngineOperations:
                 for r in rollouts
             ],
             "evidence": {
+                "block_tokens": self._engine.block_size,
                 "preemptions": self._engine.num_preemptions - before,
                 "cached_tokens": sum(r.num_cached_tokens for r in rollouts),
                 # vLLM's scheduler asserts that no step exceeds the budget.

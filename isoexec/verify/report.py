@@ -45,6 +45,8 @@ def write_picture(path: Path, comparisons: list[Comparison]) -> None:
 
 
 def _cells(run: dict) -> tuple[str, ...]:
+    if run.get("not_run"):
+        return (run["model"], run["setting"], run["arm"], "not run", *"-----")
     statistics = [_number(run[name]) for name in ("mean_abs", "max_abs", "std_abs")]
     names = (run["model"], run["setting"], run["arm"], str(run["tokens"]))
     return (*names, *statistics, _share(run["bit_equal"]), _share(run["rows_equal"]))

@@ -42,16 +42,12 @@ EVIDENCE = {
 
 @dataclass(frozen=True)
 class EngineShape:
-    """Arguments of one engine instance that decide how it cuts and batches work.
-
-    ``kv_cache_tokens`` bounds the cache (None: the engine's default), so that running requests must be preempted.
-    """
+    """Arguments of one engine instance that decide how it cuts and batches work."""
 
     name: str
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = False
-    kv_cache_tokens: int | None = None
     max_model_len: int = MAX_MODEL_LEN
 
     def arguments(self) -> dict:
@@ -95,6 +91,7 @@ class Setting:
         prompts: number of prompts taken from the front of the list, None for all.
         one_at_a_time: submit a prompt when the one before has finished.
         permuted: submit in another order than the prompts have.
+        evict_at: engine steps after which every running request is evicted.
         evidence: keys of :data:`EVIDENCE` that must be positive.
     """
 
@@ -105,6 +102,7 @@ class Setting:
     prompts: int | None = None
     one_at_a_time: bool = False
     permuted: bool = False
+    evict_at: tuple[int, ...] = ()
     evidence: tuple[str, ...] = ()
 
 
@@ -153,12 +151,11 @@ class Plan:
 
 #: An odd budget: no chunk boundary but the first falls on a block or chunk length.
 CHUNK_BUDGET = 100
-#: A few sequences fit, and those that grow evict each other.
-TIGHT_CACHE = 1280
+#: The first falls within the first eight tokens of a batch, when few requests have finished; the second within the first chunks or later.
+EVICT_AT = (6, 20)
 
 WHOLE = EngineShape("whole")
 CHUNKED = EngineShape("chunked", max_num_batched_tokens=CHUNK_BUDGET)
-TIGHT = EngineShape("tight", kv_cache_tokens=TIGHT_CACHE)
 PREFIX = EngineShape("prefix", enable_prefix_caching=True)
 
 
@@ -172,10 +169,10 @@ def quick_plan() -> Plan:
                     Setting("one at a time", prompts=8, max_tokens=24, one_at_a_time=True),
                     Setting("together", scorings=EVERY_SCORING, max_tokens=96),
                     Setting("together, T=0.7", scorings=(FORWARD,), temperature=0.7, max_tokens=32),
+                    Setting("preempted", scorings=(FORWARD,), max_tokens=48, evict_at=EVICT_AT, evidence=("preemptions",)),
                 ),
             ),
             EngineRun(CHUNKED, before=(Setting("chunked prefill", max_tokens=16, evidence=("chunked_prompts",)),)),
-            EngineRun(TIGHT, before=(Setting("preempted", scorings=(FORWARD,), max_tokens=48, evidence=("preemptions",)),)),
             EngineRun(
                 PREFIX,
                 before=(
@@ -200,7 +197,7 @@ def quick_plan() -> Plan:
 
 def brief_plan() -> Plan:
     """Every setting of :func:`quick_plan` on fewer tokens, for the architectures beside the first."""
-    return quick_plan().limited(prompts=16, tokens=48)  # enough new tokens to fill the tight cache, hybrids included
+    return quick_plan().limited(prompts=16, tokens=48)
 
 
 def control_plan() -> Plan:
@@ -215,7 +212,6 @@ def full_plan() -> Plan:
     shapes = (
         (WHOLE, ()),
         *((shape, ("chunked_prompts",)) for shape in chunked),
-        (TIGHT, ("preemptions",)),
         (PREFIX, ()),
     )
     return Plan(engines=tuple(_full_run(shape, evidence) for shape, evidence in shapes), prompt_count=64, train_on="whole", every_native_scoring=True)
@@ -228,6 +224,8 @@ def _full_run(shape: EngineShape, evidence: tuple[str, ...]) -> EngineRun:
         suffix = "" if temperature == 1.0 else f", T={temperature}"
         before.append(Setting(f"{shape.name}{suffix}", evidence=evidence, **common))
         after.append(Setting(f"{shape.name}, after sync{suffix}", evidence=evidence, **common))
+        evicted = dict(common, evict_at=EVICT_AT, evidence=("preemptions",))
+        before.append(Setting(f"{shape.name}, preempted{suffix}", **evicted))
         if shape is WHOLE:
             before.append(Setting(f"one at a time{suffix}", prompts=8, one_at_a_time=True, **common))
         if shape is PREFIX:

@@ -72,6 +72,9 @@ class TestOneEngine:
     def test_prefill_rescores_what_decode_sampled(self, engine, prompts, together):
         variants.assert_prefill_rescores(engine, prompts, together)
 
+    def test_eviction_at_every_position(self, engine, prompts, together):
+        variants.assert_evicted(engine, prompts, together)
+
     def test_decode_across_chunks(self, engine, prompts, together):
         """40 tokens from a prompt that ends inside a chunk: two boundaries are crossed by single tokens."""
         long = sample(engine, prompts, [3, 4], tokens=40)
@@ -109,6 +112,12 @@ def test_prefix_cache_and_sync(opened, architecture, made, prompts, together):
         assert not any(same(synced, together[-4:]))
         engine.load_weights(made(architecture)[0])
         assert all(same(sample(engine, prompts), together))
+
+
+def test_a_cache_hit_moves_the_cuts_of_chunks(opened, prompts, together):
+    """With a budget that is no multiple of a block, what is left of a prompt after a hit is cut elsewhere than the whole was."""
+    with opened(enable_prefix_caching=True, max_num_batched_tokens=97, max_num_seqs=4) as engine:
+        variants.assert_prefix_cache(engine, prompts, together, at_least=256)
 
 
 def test_preemption(opened, architecture, form, made, prompts):

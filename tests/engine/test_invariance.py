@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 
 import pytest
 import torch
+import variants
 from bitwise import bits, same
 
 from isoexec.ops._core import registry
@@ -16,9 +16,10 @@ TOKENS = 6
 SEEDS = list(range(1000, 1064))
 
 
-def sample(engine, prompts, which=None, temperature=1.0, tokens=TOKENS):
+def sample(engine, prompts, which=None, temperature=1.0, tokens=TOKENS, evict_at=()):
     which = range(len(prompts)) if which is None else which
-    return engine.generate([prompts[i] for i in which], [SEEDS[i] for i in which], temperature, tokens, record_rows=True)
+    asked = [prompts[i] for i in which], [SEEDS[i] for i in which]
+    return engine.generate(*asked, temperature, tokens, record_rows=True, evict_at=evict_at)
 
 
 @pytest.fixture(scope="module")
@@ -136,20 +137,10 @@ def test_257_at_once(open_engine, checkpoint, prompts, together):
 
 
 @pytest.mark.parametrize("position", range(1, TOKENS))
-def test_preemption_at_every_position(engine, prompts, together, monkeypatch, position):
+def test_preemption_at_every_position(engine, prompts, together, position):
     """Evicted after ``position`` tokens, sequences are recomputed and go on in the same bits."""
-    which = [0, 4, 7, 10, 11]
-    core, before = engine._llm.llm_engine, engine.num_preemptions
-    step, steps = core.step, itertools.count(1)
-
-    def evict_once():
-        outputs = step()
-        if next(steps) == position:
-            assert core.reset_prefix_cache(reset_running_requests=True)
-        return outputs
-
-    monkeypatch.setattr(core, "step", evict_once)
-    assert all(same(sample(engine, prompts, which), [together[i] for i in which]))
+    which, before = [0, 4, 7, 10, 11], engine.num_preemptions
+    assert all(same(sample(engine, prompts, which, evict_at=(position,)), [together[i] for i in which]))
     assert engine.num_preemptions - before == len(which)
 
 
@@ -163,6 +154,18 @@ def test_preemption(open_engine, checkpoint, prompts):
         evicted = sample(tight, prompts, which, tokens=40)
         assert tight.num_preemptions > 0
     assert all(same(evicted, expected))
+
+
+def test_a_cache_hit_moves_the_cuts_of_chunks(open_engine, checkpoint, prompts, together):
+    """What is left of a prompt after a hit is cut elsewhere than the whole prompt was; scored prompts as well as sampled tokens."""
+    which = list(range(6, 24))
+    expected = [together[i] for i in which]
+    with open_engine(checkpoint, enable_prefix_caching=True, max_num_batched_tokens=33, max_num_seqs=8) as engine:
+        assert all(same(sample(engine, prompts, which), expected))
+        warm = sample(engine, prompts, which)
+        assert sum(r.num_cached_tokens for r in warm) > 500 and all(same(warm, expected))
+        assert all(same(sample(engine, prompts, which[::-1])[::-1], expected))
+        variants.assert_prefill_rescores(engine, prompts, [together[i] for i in variants.SOME])
 
 
 def test_prefix_cache_and_weight_sync(open_engine, checkpoint, other_checkpoint, prompts, together):

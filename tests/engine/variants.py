@@ -14,8 +14,8 @@ SEEDS = list(range(1000, 1064))
 SOME = [0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 20, 21]
 
 
-def sample(engine, prompts, which=SOME, tokens=TOKENS):
-    return engine.generate([prompts[i] for i in which], [SEEDS[i] for i in which], 1.0, tokens, record_rows=True)
+def sample(engine, prompts, which=SOME, tokens=TOKENS, evict_at=()):
+    return engine.generate([prompts[i] for i in which], [SEEDS[i] for i in which], 1.0, tokens, record_rows=True, evict_at=evict_at)
 
 
 def assert_alone_and_permuted(engine, prompts, expected):
@@ -70,3 +70,11 @@ def assert_preemption(opened, prompts, **tight):
         evicted = sample(engine, prompts, which, tokens=40)
         assert engine.num_preemptions > 0
     assert all(same(evicted, expected))
+
+
+def assert_evicted(engine, prompts, expected, positions=range(1, TOKENS)):
+    """Evicted after some tokens, all at once, sequences are recomputed and go on in the same bits; prompts end on both sides of chunks."""
+    for position in positions:
+        before = engine.num_preemptions
+        assert all(same(sample(engine, prompts, evict_at=(position,)), expected)), position
+        assert engine.num_preemptions - before >= len(SOME) // 2

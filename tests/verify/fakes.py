@@ -49,10 +49,10 @@ class FakeEngine(FakeWorker):
 
     CASES = ("engine_prefill", "engine_decode")
 
-    def generate(self, prompts, seeds, temperature, max_tokens, one_at_a_time, rows):
+    def generate(self, prompts, seeds, temperature, max_tokens, one_at_a_time, rows, evict_at):
         return {
             "rollouts": [self._rollout(p, s, temperature, max_tokens) for p, s in zip(prompts, seeds, strict=True)],
-            "evidence": self.behaviour.get("evidence", {"preemptions": 3, "cached_tokens": 5, "chunked_prompts": 2}),
+            "evidence": self.behaviour.get("evidence", {"block_tokens": 32, "preemptions": 3, "cached_tokens": 5, "chunked_prompts": 2}),
         }
 
     def sync(self, weights):

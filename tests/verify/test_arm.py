@@ -10,6 +10,7 @@ from isoexec.verify.arm import ArmRun, ModelUnderTest
 from isoexec.verify.accuracy import Accuracy
 from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import OperationFailed, WorkerError, WorkerGroup, WorkerRefused
+from isoexec.verify.report import table
 from isoexec.verify.settings import full_plan, quick_plan
 from isoexec.verify.verdict import DIFFERENT, EQUAL, INCONCLUSIVE, Verdict, add_changed_logprobs
 
@@ -183,10 +184,18 @@ def test_settings_that_disagree_with_each_other_are_found(model, tmp_path):
 
 @pytest.mark.parametrize("key", ["preemptions", "cached_tokens", "chunked_prompts"])
 def test_a_setting_that_did_not_happen_is_inconclusive(model, tmp_path, key):
-    evidence = {"preemptions": 3, "cached_tokens": 5, "chunked_prompts": 2, key: 0}
+    evidence = {"block_tokens": 32, "preemptions": 3, "cached_tokens": 5, "chunked_prompts": 2, key: 0}
     run, comparisons = run_arm(model, tmp_path, engine=FakeEngine(evidence=evidence))
     verdict = judge(run, comparisons)
     assert verdict.status == INCONCLUSIVE and verdict.inconclusive
+
+
+def test_a_block_that_no_prompt_fills_caches_nothing(model, tmp_path):
+    """A hybrid of real size; what cannot happen is said, and does not make a run inconclusive."""
+    evidence = {"block_tokens": 1152, "preemptions": 3, "cached_tokens": 0, "chunked_prompts": 2}
+    run, comparisons = run_arm(model, tmp_path, engine=FakeEngine(evidence=evidence))
+    verdict = judge(run, comparisons)
+    assert verdict.status == EQUAL and "a block is 1152 tokens" in verdict.warnings[0]
 
 
 def test_an_optimizer_step_that_changes_nothing_is_inconclusive(model, tmp_path):
@@ -251,7 +260,15 @@ class Failing(FakeEngine):
 def test_a_native_arm_that_cannot_go_on_says_so_and_keeps_what_it_has(model, tmp_path):
     run, comparisons = run_arm(model, tmp_path, arm="native", engine=Failing(error=OperationFailed("no such kernel")))
     assert run.unable == "no such kernel" and len(run.samples) == 1
-    assert {c.setting for c in comparisons} <= {"one at a time / score"}
+    ran = [c for c in comparisons if not c.not_run]
+    assert {c.setting for c in ran} <= {"one at a time / score"}
+    others = comparisons[len(ran) :]
+    assert others and all((c.not_run, c.tokens, c.passed) == ("no such kernel", 0, False) for c in others)
+    assert others[0].as_run() | {"setting": ""} == {
+        "model": "model", "arm": "native", "setting": "", "tokens": 0, "mean_abs": None, "max_abs": None, "std_abs": None,
+        "bit_equal": None, "rows_equal": None, "not_run": "no such kernel",
+    }  # fmt: skip
+    assert "not run  " in table([c.as_run() for c in others])
 
 
 @pytest.mark.parametrize(

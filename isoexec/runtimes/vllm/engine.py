@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,7 +131,13 @@ class RolloutEngine:
         self._observer, self._first_observed = None, 0
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], temperature: float, max_tokens: int, record_rows: bool = False
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        temperature: float,
+        max_tokens: int,
+        record_rows: bool = False,
+        evict_at: Sequence[int] = (),
     ) -> list[Rollout]:
         """Sample one sequence of ``max_tokens`` tokens per prompt; end-of-sequence tokens do not stop it.
 
@@ -141,6 +147,7 @@ class RolloutEngine:
             temperature: more than 0.
             max_tokens: tokens to sample for each prompt.
             record_rows: fill :attr:`Rollout.row_digests`.
+            evict_at: numbers of engine steps, counted from 1, ascending; after each, every running sequence is evicted, to be recomputed.
 
         Returns:
             One rollout per prompt, in the order of ``prompts``.
@@ -161,11 +168,11 @@ class RolloutEngine:
         ]
         vocab_size = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
         with rows.carried_digests(self._runner.sampler, vocab_size) if record_rows else contextlib.nullcontext():
-            outputs = self.request(prompts, params)
+            outputs = self.request(prompts, params, evict_at)
         return [_rollout(prompt, output, record_rows) for prompt, output in zip(prompts, outputs, strict=True)]
 
-    def request(self, prompts: list[list[int]], params: list) -> list:
-        """vLLM ``RequestOutput`` of each prompt under its own ``SamplingParams``, in the order of ``prompts``.
+    def request(self, prompts: list[list[int]], params: list, evict_at: Sequence[int] = ()) -> list:
+        """vLLM ``RequestOutput`` of each prompt under its own ``SamplingParams``, in the order of ``prompts``; ``evict_at`` as in :meth:`generate`.
 
         An observer of the ops (:func:`isoexec.ops._core.registry.observing`) is told which tokens they compute; its sequences are the prompts
         that it has seen, counted from 0.
@@ -180,14 +187,25 @@ class RolloutEngine:
         inputs = [{"prompt_token_ids": prompt, **salt} for prompt in prompts]
         observer = registry.current_observer()
         if observer is None:
-            return self._llm.generate(inputs, params, use_tqdm=False)
+            return self._run(inputs, params, evict_at)
         from isoexec.runtimes.vllm import step
         from isoexec.runtimes.vllm.step_rows import StepRows
 
         if observer is not self._observer:
             self._observer, self._first_observed = observer, self._llm.request_counter.counter
         with step.observed(StepRows(self._runner, self._first_observed)):
-            return self._llm.generate(inputs, params, use_tqdm=False)
+            return self._run(inputs, params, evict_at)
+
+    def _run(self, inputs: list[dict], params: list, evict_at: Sequence[int]) -> list:
+        self._llm.enqueue(inputs, params, use_tqdm=False)
+        engine, finished, steps = self._llm.llm_engine, [], 0
+        for last in evict_at:
+            while steps < last and engine.has_unfinished_requests():
+                finished += [output for output in engine.step() if output.finished]
+                steps += 1
+            engine.reset_prefix_cache(reset_running_requests=True)
+        finished += self._llm.wait_for_completion(use_tqdm=False)
+        return sorted(finished, key=lambda output: int(output.request_id))
 
     def identity(self) -> Identity:
         """What this process runs, as evidence, for the handshake.
@@ -211,6 +229,11 @@ class RolloutEngine:
     def num_preemptions(self) -> int:
         """Sequences that the scheduler has evicted to recompute later, since the engine was built (vLLM's own counter)."""
         return self._counter("vllm:num_preemptions") - self._preemptions_before
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a cache block, the least that a prefix cache holds."""
+        return self._llm.llm_engine.vllm_config.cache_config.block_size
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix.
