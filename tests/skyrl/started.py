@@ -13,7 +13,7 @@ from isoexec.runtimes.skyrl.steps import read_steps
 
 HERE = Path(__file__).parent
 _MARK = "ISOEXEC_TEST_RUN"
-_LIMIT = 600  # seconds
+_LIMIT = 1500  # seconds, on a machine whose cores are taken; half a minute to three on one that is idle
 
 
 class Run:
@@ -73,8 +73,8 @@ class Run:
         [pid] = [pid for pid, command in self.processes().items() if name in command]
         return pid
 
-    def left(self, seconds: float = 30.0) -> dict[int, str]:
-        """What still lives of it after ``seconds``."""
+    def left(self, seconds: float = 120.0) -> dict[int, str]:
+        """What still lives of it after ``seconds``; Ray's two agents look for their node a minute before they give up."""
         until = time.monotonic() + seconds
         while (found := self.processes()) and time.monotonic() < until:
             time.sleep(0.2)

@@ -11,10 +11,13 @@ import pytest
 
 from tests.skyrl.started import numbers
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("ISOEXEC_TEST_TRAINING"),
-    reason="a minute or two of two cores for each loss, and again for each resumed run; ISOEXEC_TEST_TRAINING=1 runs it",
-)
+pytestmark = [
+    pytest.mark.timeout(7200),
+    pytest.mark.skipif(
+        not os.environ.get("ISOEXEC_TEST_TRAINING"),
+        reason="a minute or two of two cores for each loss, and again for each resumed run; ISOEXEC_TEST_TRAINING=1 runs it",
+    ),
+]
 
 
 def stopped(run, *said: str) -> None:

@@ -185,7 +185,13 @@ def test_a_line_holds_the_step_at_full_precision(tmp_path):
 
 def test_tensors_are_written_whole(tmp_path):
     master = torch.arange(4.0)
-    stored = {"a": torch.arange(6).view(2, 3).t(), "b": torch.tensor([1.5], dtype=torch.bfloat16), "c": master, "d": master, "e": master[:2]}
+    stored = {
+        "a": torch.arange(6).view(2, 3).t(),
+        "b": torch.tensor([1.5], dtype=torch.bfloat16),
+        "c": master,
+        "d": master,
+        "e": master[:2],
+    }
     tensors.write_tensors(tmp_path / "t.safetensors", stored)
     assert [p.name for p in tmp_path.iterdir()] == ["t.safetensors"]
     read = dict(tensors.read_tensors(tmp_path / "t.safetensors"))

@@ -8,10 +8,13 @@ import pytest
 
 from isoexec.runtimes.skyrl.steps import read_steps
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("ISOEXEC_TEST_TRAINING"),
-    reason="two engines and two policy ranks on two cores take some minutes; ISOEXEC_TEST_TRAINING=1 runs it",
-)
+pytestmark = [
+    pytest.mark.timeout(7200),
+    pytest.mark.skipif(
+        not os.environ.get("ISOEXEC_TEST_TRAINING"),
+        reason="two engines and two policy ranks on two cores take some minutes; ISOEXEC_TEST_TRAINING=1 runs it",
+    ),
+]
 
 _OBJECT_STORE = 128 << 20  # bytes
 

@@ -12,10 +12,13 @@ import pytest
 from isoexec.runtimes.skyrl.steps import read_steps
 from tests.skyrl.started import numbers
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("ISOEXEC_TEST_TRAINING"),
-    reason="three runs, each of which starts Ray, vLLM and Megatron: minutes on two idle cores; ISOEXEC_TEST_TRAINING=1 runs it",
-)
+pytestmark = [
+    pytest.mark.timeout(7200),
+    pytest.mark.skipif(
+        not os.environ.get("ISOEXEC_TEST_TRAINING"),
+        reason="three runs, each of which starts Ray, vLLM and Megatron: minutes on two idle cores; ISOEXEC_TEST_TRAINING=1 runs it",
+    ),
+]
 
 STEPS = 3
 

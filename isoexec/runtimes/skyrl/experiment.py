@@ -24,6 +24,7 @@ from isoexec.runtimes.skyrl.generator import SeededGenerator
 from isoexec.runtimes.skyrl.trainer import Trainer, stop_actors
 
 _FIRST_PORT = 8000
+_GOODBYE = 20  # seconds for engines to end by themselves
 
 
 class Experiment(BasePPOExp):
@@ -188,8 +189,16 @@ class Experiment(BasePPOExp):
         stop_actors(self.trainer)
         if self._router is not None:
             self._router.shutdown()
-        for group in self._groups:
-            try:
-                group.shutdown()
-            except Exception as error:  # an engine that has died cannot say goodbye
-                logger.warning(f"closing an engine: {error}")
+        self._end([engine for group in self._groups for engine in group.get_actors()])
+
+    @staticmethod
+    def _end(engines: list) -> None:
+        """One that still starts answers when it is up: a minute or more, for which an interrupted run does not wait."""
+        try:
+            leaving = [engine.shutdown.remote() for engine in engines]
+            if leaving:
+                ray.wait(leaving, num_returns=len(leaving), timeout=_GOODBYE)
+            for engine in engines:
+                ray.kill(engine)
+        except Exception as error:  # with its node gone there is nobody to ask
+            logger.warning(f"closing the engines: {error}")
