@@ -35,6 +35,7 @@ class Proof(NamedTuple):
 _MATMUL = Proof(("tests/ops/test_matmul_cpu.py",), ("tests/gpu/test_matmul.py",))
 _COLLECTIVE = ("tests/ops/test_tensor_parallel_cpu.py",)
 _ELEMENTWISE = ("tests/gpu/test_elementwise.py",)
+_MOE = ("tests/gpu/test_moe.py",)
 PROOFS = {
     "embedding": Proof(("tests/ops/test_embedding_cpu.py",), _ELEMENTWISE),
     "rope_table": Proof(("tests/ops/test_rope_cpu.py",), _ELEMENTWISE),
@@ -55,7 +56,7 @@ PROOFS = {
         ("tests/ops/test_logprob_cpu.py::test_the_token_has_the_bits_of_its_row",
          "tests/gpu/test_logprob.py::test_token_is_the_entry_of_the_row"),
     ),
-    "sampling": Proof(("tests/ops/test_sampling_cpu.py",), ("tests/ops/test_sampling_cpu.py",)),
+    "sampling": Proof(("tests/ops/test_sampling_cpu.py",), ("tests/gpu/test_sampling.py",)),
     "gdn_edges": Proof(("tests/gdn/test_edges_cpu.py",), ("tests/gdn/test_gpu.py",)),
     "gdn_conv": Proof(
         ("tests/gdn/test_edges_cpu.py",), ("tests/gdn/test_edges_cpu.py",), (), "twin",
@@ -69,8 +70,8 @@ PROOFS = {
         ("tests/gdn/test_cpr_cpu.py",), (), ("gdn_chunk",), "equivalence",
         ("tests/gdn/test_cpr_cpu.py::test_single_steps_equal_one_shot", ""),
     ),
-    "router": Proof(("tests/moe/test_router.py",), ("tests/moe/test_router.py",)),
-    "experts": Proof(("tests/moe/test_experts.py", "tests/moe/test_combine.py"), ("tests/moe/test_experts.py",), ("combine_groups",)),
+    "router": Proof(("tests/moe/test_router.py",), _MOE),
+    "experts": Proof(("tests/moe/test_experts.py", "tests/moe/test_combine.py"), _MOE, ("combine_groups",)),
 }  # fmt: skip
 
 #: Constants that the schedule fixes, by region.

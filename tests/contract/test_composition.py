@@ -27,9 +27,10 @@ def changed(which, /, case="trainer_score", **changes):
     return dataclasses.replace(CONTRACT, composition=(*others(old), dataclasses.replace(old, **changes)))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
 @pytest.mark.parametrize("architecture", REGIONS)
-def test_every_architecture_composes_and_round_trips(architecture):
-    contract = compose.composed(ExecutionContract(architecture, "cpu"))
+def test_every_architecture_composes_and_round_trips(architecture, backend):
+    contract = compose.composed(ExecutionContract(architecture, backend), "sm_90" if backend == "cuda" else None)
     text = contract.to_json()
     assert ExecutionContract.from_json(text) == contract and ExecutionContract.from_json(text).to_json() == text
     assert dataclasses.replace(contract, composition=contract.composition[::-1]).digest == contract.digest

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from isoexec.cli import main
+from isoexec.runtimes import evidence
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -100,13 +101,26 @@ def test_bad_input_is_one_line(tmp_path, capsys, verb, content):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_backend_that_lacks_ops(contract, tmp_path, capsys):
-    """What exists is composed and shown, what does not is named, and no file says more than there is."""
+def _for_a_gpu(contract, file):
+    return ["contract", "build", "--model", str(contract[1]), "--backend", "cuda", "--device", "sm_90", "-o", str(file)]
+
+
+def test_a_gpu_contract_is_composed_without_a_gpu(contract, tmp_path):
     file = tmp_path / "gpu.json"
-    arguments = ["contract", "build", "--model", str(contract[1]), "--backend", "cuda", "--device", "sm_90", "-o", str(file)]
+    assert main(_for_a_gpu(contract, file)) == 0
+    entries = json.loads(file.read_text())["composition"]
+    assert {"linear", "attention", "sampling", "collective"} <= {entry["region"] for entry in entries} and all(e["artifact"] for e in entries)
+    assert {entry["architecture"] for entry in entries} == {"any", "sm_90"}  # those with a provider's binary are for one architecture
+
+
+def test_a_backend_that_lacks_ops(contract, tmp_path, capsys, monkeypatch):
+    """What exists is composed and shown, what does not is named, and no file says more than there is."""
+    monkeypatch.delitem(evidence.declarations()["sampling.draw"].implementations, "cuda")
+    file = tmp_path / "gpu.json"
+    arguments = _for_a_gpu(contract, file)
     assert main(arguments) == 2
     printed = capsys.readouterr()
-    assert "attention.gpu" in printed.out and "MISSING: collective: collective.column_parallel_input: no cuda" in printed.out
+    assert "attention.gpu" in printed.out and "MISSING: sampling: sampling.draw: no cuda" in printed.out
     assert "regions can be composed on cuda; no contract written" in printed.err and not file.exists()
     assert main([*arguments, "--json"]) == 2
     found = json.loads(capsys.readouterr().out)

@@ -99,13 +99,17 @@ class _SiluMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (gate_up,) = ctx.saved_tensors
-        F, source = gate_up.shape[-1] // 2, rows_of(gate_up)
-        out = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-        if out.numel():
-            grid, tile = _grid(source.count, F)
-            silu_mul_grad_kernel[grid](grad.contiguous(), source.x, out, source.count, *source.address, F, **tile)
-        return out
+        return silu_mul_grad(grad, *ctx.saved_tensors)
+
+
+def silu_mul_grad(grad, gate_up):
+    """Gradient of :func:`silu_mul` with respect to ``gate_up`` [..., 2 F]."""
+    F, source = gate_up.shape[-1] // 2, rows_of(gate_up)
+    out = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        grid, tile = _grid(source.count, F)
+        silu_mul_grad_kernel[grid](grad.contiguous(), source.x, out, source.count, *source.address, F, **tile)
+    return out
 
 
 def silu_mul(gate_up):

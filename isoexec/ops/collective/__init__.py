@@ -23,7 +23,7 @@ class TensorParallel:
     sequence_parallel: bool = False
 
 
-@op("collective.column_parallel_input", cpu=".reference:column_parallel_input")
+@op("collective.column_parallel_input", cpu=".reference:column_parallel_input", cuda=".reference:column_parallel_input")
 def column_parallel_input(x, *, tp=None):
     """Input of a column-parallel product.
 
@@ -39,7 +39,7 @@ def column_parallel_input(x, *, tp=None):
     """
 
 
-@op("collective.rows_of_owners", cpu=".reference:rows_of_owners", hazards=("adding zeros for absent rows would turn -0.0 into +0.0",))
+@op("collective.rows_of_owners", cpu=".reference:rows_of_owners", cuda=".reference:rows_of_owners", hazards=("adding zeros for absent rows would turn -0.0 into +0.0",))
 def rows_of_owners(rows, owner, *, tp):
     """Each token's row from the rank that owns it (a vocabulary-parallel embedding); what other ranks hold there is not read.
 

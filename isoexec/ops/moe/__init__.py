@@ -31,7 +31,7 @@ class ExpertParallel:
     replicated: bool = False
 
 
-@op("moe.router_logits", cpu=".reference:router_logits", hazards=("logits rounded to bf16 make ties that fp32 logits do not have",))
+@op("moe.router_logits", cpu=".reference:router_logits", cuda=".gpu:router_logits", hazards=("logits rounded to bf16 make ties that fp32 logits do not have",))
 def router_logits(x, weight):
     """Router product: bf16 operands, fp32 accumulation in ascending K, fp32 logits.
 
@@ -46,7 +46,7 @@ def router_logits(x, weight):
 
 @op(
     "moe.route",
-    cpu=".reference:route",
+    cpu=".reference:route", cuda=".gpu:route",
     hazards=(
         "a library's top-k leaves ties unspecified and its order may depend on whether gradients are on",
         "-0.0 and 0.0 are equal scores; a comparison of bits would order them",
@@ -84,7 +84,7 @@ def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, sc
     """
 
 
-@op("moe.dispatch", cpu=".parallel:dispatch")
+@op("moe.dispatch", cpu=".parallel:dispatch", cuda=".parallel:dispatch")
 def dispatch(x, weights, experts, *, ep=None):
     """Tokens as the rank's experts see them.
 
@@ -103,7 +103,7 @@ def dispatch(x, weights, experts, *, ep=None):
 
 @op(
     "moe.expert_mlp",
-    cpu=".grouped:expert_mlp",
+    cpu=".grouped:expert_mlp", cuda=".gpu:expert_mlp",
     hazards=(
         "an expert's rows must not depend on how many rows, or whose, are computed beside them",
         "K split over ranks (expert tensor parallelism) would add a reduction that the schedule does not have",
@@ -127,7 +127,7 @@ def expert_mlp(x, experts, gate_up, down, *, ep=None):
 
 @op(
     "moe.combine",
-    cpu=".reference:combine",
+    cpu=".reference:combine", cuda=".gpu:combine",
     hazards=(
         "scatter-add has no order on a GPU, and token order inside an expert is not the token's own order of experts",
         "two terms commute: only top-k >= 4 shows an order fault",
@@ -157,7 +157,7 @@ def combine(values, weights, experts, shared=None, *, num_experts, combine_group
     """
 
 
-@op("moe.tokens_per_expert", cpu=".reference:tokens_per_expert")
+@op("moe.tokens_per_expert", cpu=".reference:tokens_per_expert", cuda=".gpu:tokens_per_expert")
 def tokens_per_expert(experts, *, num_experts, valid=None):
     """Count of (token, expert) pairs by expert: integers, so that ranks may add them in any order.
 
@@ -169,7 +169,7 @@ def tokens_per_expert(experts, *, num_experts, valid=None):
     """
 
 
-@op("moe.load_balancing_loss", cpu=".reference:load_balancing_loss")
+@op("moe.load_balancing_loss", cpu=".reference:load_balancing_loss", cuda=".reference:load_balancing_loss")
 def load_balancing_loss(logits, counts, *, total_tokens, top_k, coefficient, scoring="softmax", valid=None):
     """Auxiliary loss of the Switch Transformer (arXiv 2101.03961): coefficient * E * sum_e f_e P_e, fp32.
 
@@ -188,7 +188,7 @@ def load_balancing_loss(logits, counts, *, total_tokens, top_k, coefficient, sco
     """
 
 
-@op("moe.update_expert_bias", cpu=".reference:update_expert_bias")
+@op("moe.update_expert_bias", cpu=".reference:update_expert_bias", cuda=".reference:update_expert_bias")
 def update_expert_bias(expert_bias, counts, *, rate):
     """Auxiliary-loss-free balancing (arXiv 2408.15664): bias + rate * sign(mean(counts) - counts).
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from isoexec.contract import ContractError
 from isoexec.ops._core import math
 from isoexec.ops._core.rowsum import row_sum, tree_sum
 from isoexec.ops.matmul.reference import lm_head
-from isoexec.ops.moe import SCORING
+from isoexec.ops.moe.checks import check_route
 from isoexec.ops.moe.parallel import gather_rows, local_groups, sum_partials
 
 _TOKENS = 1024  # per tile of the combine, whose sums are E_G times the output
@@ -22,8 +21,6 @@ def scores(logits, scoring):
     """[T, E] fp32 scores; differentiable."""
     if scoring == "sigmoid":
         return math.sigmoid(logits)
-    if scoring != "softmax":
-        raise ContractError(f"op moe.route: scoring {scoring!r} is unknown; expected one of {SCORING}")
     # The maximum is exact and its gradient cancels, so it is a constant.
     e = math.exp(logits - logits.detach().amax(-1, keepdim=True))
     return e / row_sum(e).unsqueeze(-1)
@@ -43,25 +40,8 @@ def in_best_groups(key, n_group, topk_group):
     return torch.where(kept.unsqueeze(-1), grouped, -torch.inf).flatten(1)
 
 
-def check_groups(experts, top_k, scoring, n_group, topk_group):
-    if scoring != "sigmoid":
-        raise ContractError(f"op moe.route: n_group {n_group} needs scoring 'sigmoid', found {scoring!r}")
-    if n_group < 1 or experts % n_group or experts < 2 * n_group:
-        raise ContractError(f"op moe.route: n_group {n_group}: expected groups of two or more of the {experts} experts; check the config")
-    if not 1 <= topk_group <= n_group or top_k > topk_group * (experts // n_group):
-        raise ContractError(
-            f"op moe.route: topk_group {topk_group}: expected at most n_group {n_group}, and that the groups that stay hold top_k {top_k} "
-            f"experts or more; check the config"
-        )
-
-
 def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, scale=1.0, n_group=1, topk_group=1):
-    if not 1 <= top_k <= logits.shape[-1]:
-        raise ContractError(f"op moe.route: top_k {top_k} is outside 1..{logits.shape[-1]}, the number of experts")
-    if expert_bias is not None and scoring != "sigmoid":
-        raise ContractError(f"op moe.route: expert_bias needs scoring 'sigmoid', found {scoring!r}; the bias would move softmax's sum")
-    if n_group != 1:
-        check_groups(logits.shape[-1], top_k, scoring, n_group, topk_group)
+    check_route(logits.shape[-1], top_k, scoring, expert_bias, n_group, topk_group)
     score = scores(logits, scoring)
     with torch.no_grad():
         key = score if expert_bias is None else score + expert_bias

@@ -5,7 +5,7 @@ from isoexec.ops._core.registry import op
 
 @op(
     "sampling.draw",
-    cpu=".reference:draw",
+    cpu=".reference:draw", cuda=".triton:draw",
     hazards=("exp of a vector tail differs from that of a full vector: a row's place in the batch would decide near-ties",),
 )
 def draw(logprobs, generators):
@@ -25,7 +25,7 @@ def draw(logprobs, generators):
 
 @op(
     "sampling.split_greedy",
-    cpu=".reference:split_greedy",
+    cpu=".reference:split_greedy", cuda=".reference:split_greedy",
     hazards=("logits over a temperature of 0 are NaN or infinite, and NaN is what a row of a mixed batch would then draw from",),
 )
 def split_greedy(temperature):
@@ -39,7 +39,7 @@ def split_greedy(temperature):
     """
 
 
-@op("sampling.first_maximum", cpu=".reference:first_maximum")
+@op("sampling.first_maximum", cpu=".reference:first_maximum", cuda=".triton:first_maximum")
 def first_maximum(logits):
     """Lowest id among the largest logits of each row: what greedy sampling takes.
 

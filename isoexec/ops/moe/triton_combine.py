@@ -1,0 +1,104 @@
+"""Combine in Triton: a token's pairs by ascending expert index, group by group, groups by the tree, one rounding."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from isoexec.contract import ContractError
+from isoexec.ops._core.rows import power_of_two
+from isoexec.ops._core.triton_math import COMPILE, row_sum
+
+_BLOCK = 1024  # channels per program
+_MAX_GROUPS = 8
+
+
+@triton.jit
+def _pick(values, mask):
+    """The one integer of ``values`` that ``mask`` selects."""
+    return tl.sum(tl.where(mask, values, 0), 0)
+
+
+@triton.jit
+def combine_kernel(values, weights, experts, shared, out, first_expert, D, TOP: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr,
+                   PER_GROUP: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program (token, block of channels); ``out`` in its own dtype. Pairs of other ranks' groups are left out, not multiplied by zero."""
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = c < D
+    r = tl.arange(0, P)
+    e = tl.load(experts + token * TOP + r, mask=r < TOP, other=1 << 40)
+    rank = tl.sum((e[None, :] < e[:, None]).to(tl.int32), 1)
+    rank = tl.where(r < TOP, rank, P)
+    # Floor division: indices below the first held expert are in no group.
+    group = tl.where((e >= first_expert) & (r < TOP), (e - first_expert) // PER_GROUP, -1)
+    below = tl.sum(((e < first_expert) & (r < TOP)).to(tl.int32), 0)
+    one = tl.zeros([BLOCK], dtype=tl.float32)
+    total = one
+    two = one
+    four = one
+    for g in tl.static_range(GROUPS):
+        stop = below + tl.sum((group == g).to(tl.int32), 0)
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        for i in range(below, stop):
+            at = token * TOP + _pick(r, rank == i)
+            v = tl.load(values + at * D + c, mask=here, other=0.0).to(tl.float32)
+            total += v * tl.load(weights + at)
+        below = stop
+        if g % 2 == 0:
+            one = total
+        else:
+            total = one + total
+            if g % 4 == 1:
+                two = total
+            else:
+                total = two + total
+                if g % 8 == 3:
+                    four = total
+                else:
+                    total = four + total
+    if SHARED:
+        total = total + tl.load(shared + token * D + c, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + token * D + c, total.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def combine_grad_kernel(grad, values, weights, grad_values, grad_weights, D, TOP: tl.constexpr, BLOCK: tl.constexpr, LOGB: tl.constexpr):
+    """Program (pair): its value's gradient, and its weight's as blocks of channels in ascending order."""
+    pair = tl.program_id(0).to(tl.int64)
+    w = tl.load(weights + pair)
+    total = tl.zeros([1, 1], dtype=tl.float32)
+    for first in range(0, D, BLOCK):
+        c = first + tl.arange(0, BLOCK)[None, :]
+        g = tl.load(grad + pair // TOP * D + c, mask=c < D, other=0.0).to(tl.float32)
+        v = tl.load(values + pair * D + c, mask=c < D, other=0.0).to(tl.float32)
+        total += row_sum(g * v, 1, BLOCK, LOGB)
+        tl.store(grad_values + pair * D + c, (g * w).to(grad_values.dtype.element_ty), mask=c < D)
+    tl.store(grad_weights + pair + tl.zeros([1, 1], dtype=tl.int64), total)
+
+
+def total(values, weights, experts, shared, first_expert, groups, experts_per_group, dtype):
+    """Sum [T, D] in ``dtype`` over ``groups`` expert groups from ``first_expert``, and ``shared`` last where it is given."""
+    T, k, D = values.shape
+    if groups > _MAX_GROUPS:
+        raise ContractError(f"op moe.combine: {groups} expert groups on one rank; the GPU form adds up to {_MAX_GROUPS}")
+    out = torch.empty(T, D, dtype=dtype, device=values.device)
+    if T:
+        combine_kernel[T, triton.cdiv(D, _BLOCK)](
+            values.contiguous(), weights.contiguous(), experts.contiguous(), out if shared is None else shared.contiguous(), out, first_expert, D,
+            k, power_of_two(k), groups, experts_per_group, shared is not None, _BLOCK, num_warps=4, **COMPILE,
+        )  # fmt: skip
+    return out
+
+
+def gradients(grad, values, weights):
+    """(grad_values [T, k, D], grad_weights [T, k]) for the gradient [T, D] of the sum."""
+    T, k, D = values.shape
+    values, weights = values.contiguous(), weights.contiguous()
+    grad_values, grad_weights = torch.empty_like(values), torch.empty_like(weights)
+    if T:
+        combine_grad_kernel[T * k,](
+            grad.contiguous(), values, weights, grad_values, grad_weights, D, k, _BLOCK, _BLOCK.bit_length() - 1, num_warps=4, **COMPILE
+        )
+    return grad_values, grad_weights
