@@ -14,7 +14,8 @@ from isoexec.contract import ContractError
 from isoexec.ops._core.rows import power_of_two, row_offset, rows_of
 from isoexec.ops._core.triton_math import COMPILE, row_sum, rsqrt, sigmoid, silu
 
-_GRADIENT_PROGRAMS = 1024  # each leaves one fp32 partial of the weight's gradient
+_GRADIENT_PROGRAMS = 132  # each leaves one fp32 partial of the weight's gradient
+_GRADIENT_TILE = 8192  # elements of a step of one program: 64 a thread
 _MAX_WIDTH = 16384
 
 
@@ -121,7 +122,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_total=None):
         x, gate, weight, r = ctx.saved_tensors
-        N, R, warps = launch(weight.shape[0])
+        N = launch(weight.shape[0])[0]
+        # On an H200, 8192 rows of 2048: 31 us with the sum of the partials, 39 us with one row at a time and 1,024 programs.
+        R, warps = max(_GRADIENT_TILE // N, 1), max(N // 2048, 4 if gate is None else 8)
         xs, zs = rows_of(x), rows_of(x if gate is None else gate)
         steps = triton.cdiv(triton.cdiv(xs.count, R), _GRADIENT_PROGRAMS)
         programs = triton.cdiv(xs.count, R * steps) if steps else 0
@@ -132,7 +135,7 @@ class _Norm(torch.autograd.Function):
             backward_kernel[programs,](
                 grad.contiguous(), grad_total.contiguous() if ctx.add else grad, xs.x, zs.x, weight.contiguous(), r, grad_x,
                 grad_x if gate is None else grad_gate, partial, xs.count, steps, *xs.address, *zs.address, weight.shape[0], N, R,
-                ADD=ctx.add, GATED=gate is not None, SHIFT=ctx.shift, num_warps=max(warps, 2), **COMPILE,
+                ADD=ctx.add, GATED=gate is not None, SHIFT=ctx.shift, num_warps=warps, **COMPILE,
             )  # fmt: skip
         grad_weight = partial.sum(0).to(weight.dtype) if ctx.needs_input_grad[3] else None
         return grad_x, grad_x if ctx.add else None, grad_gate, grad_weight, None, None, None
