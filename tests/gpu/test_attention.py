@@ -9,6 +9,7 @@ from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
 from isoexec.ops.attention import gpu as ops
 from isoexec.ops.attention import reference
 from isoexec.ops.attention import triton as portable
+from isoexec.ops.attention import triton_backward
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 LENGTHS = [70, 0, 33] if INTERPRET else [700, 0, 1, 1333]
@@ -103,6 +104,20 @@ def test_near_the_cpu_backend(random, device, route, H, G, K):
     assert (got.float() - want.float()).norm() <= 5e-3 * want.float().norm()
 
 
+def _doubles(batch, grad, H, G):
+    """Gradients (q, k, v) in fp64."""
+    doubles = [x.detach().double().requires_grad_() for x in (batch.q, batch.k, batch.v)]
+    total = 0.0
+    for start, stop in zip(batch.bounds, batch.bounds[1:]):
+        if stop > start:
+            q, k, v = (x[start:stop].transpose(0, 1) for x in doubles)
+            k, v = (x.repeat_interleave(H // G, 0) for x in (k, v))
+            mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).tril()
+            p = (q @ k.mT * batch.scale).masked_fill(~mask, -torch.inf).softmax(-1)
+            total = total + ((p @ v).transpose(0, 1) * grad[start:stop].double()).sum()
+    return torch.autograd.grad(total, doubles)
+
+
 @pytest.mark.parametrize("H,G,K", HEADS)
 def test_gradients(random, hardware, H, G, K):
     batch = Batch(random, H, G, K, hardware)
@@ -113,15 +128,23 @@ def test_gradients(random, hardware, H, G, K):
         return torch.autograd.grad(ops.varlen(*inputs, batch.cu, scale=batch.scale, kv_block=64), inputs, grad)
 
     got, again = run(leaves), run(leaves)
-    doubles = [x.detach().double().requires_grad_() for x in leaves]
-    total = 0.0
-    for start, stop in zip(batch.bounds, batch.bounds[1:]):
-        if stop > start:
-            q, k, v = (x[start:stop].transpose(0, 1) for x in doubles)
-            k, v = (x.repeat_interleave(H // G, 0) for x in (k, v))
-            mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=hardware).tril()
-            p = (q @ k.mT * batch.scale).masked_fill(~mask, -torch.inf).softmax(-1)
-            total = total + ((p @ v).transpose(0, 1) * grad[start:stop].double()).sum()
-    for g, second, want in zip(got, again, torch.autograd.grad(total, doubles)):
-        assert (g - want).norm() <= 8e-3 * want.norm()
+    for name, g, second, want in zip("qkv", got, again, _doubles(batch, grad, H, G)):
+        assert (g - want).norm() <= 8e-3 * want.norm(), name
         assert_bit_equal(g, second, "gradient of a second run")
+
+
+@pytest.mark.parametrize("H,G,K", [heads for heads in HEADS if heads[2] in triton_backward.TILES])
+def test_triton_gradients(random, device, H, G, K):
+    """Of views, too: heads of one projection, tokens apart."""
+    batch = Batch(random, H, G, K, device)
+    grad = random(*batch.q.shape)
+    out, lse = portable.attend(batch.q, batch.k, batch.v, batch.cu, batch.scale, 64, longest_q=max(LENGTHS))
+    packed = torch.cat([batch.q, batch.k, batch.v], 1)
+    for q, k, v in ((batch.q, batch.k, batch.v), packed.split([H, G, G], 1)):
+        got = triton_backward.gradients(grad, q, k, v, batch.cu, out, lse, batch.scale, max(LENGTHS))
+        for name, g, want in zip("qkv", got, _doubles(batch, grad, H, G)):
+            assert (g - want).norm() <= 8e-3 * want.norm(), name
+    moved = triton_backward.gradients(nudge(grad, (LENGTHS[0] - 1) * H * K + 5, 64), q, k, v, batch.cu, out, lse, batch.scale, max(LENGTHS))
+    assert not any(bit_equal(a, b) for a, b in zip(moved, got))
+    for a, b in zip(moved, got):
+        assert_bit_equal(a[LENGTHS[0] :], b[LENGTHS[0] :], "other sequences")

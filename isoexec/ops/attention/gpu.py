@@ -9,6 +9,7 @@ import torch
 
 from isoexec.ops.attention import fa3
 from isoexec.ops.attention import triton as portable
+from isoexec.ops.attention import triton_backward
 from isoexec.ops.attention.triton import write_cache
 
 __all__ = ["paged", "varlen", "write_cache"]
@@ -34,6 +35,8 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
+        if q.shape[2] in triton_backward.TILES:
+            return *triton_backward.gradients(grad, q, k, v, cu_seqlens, out, lse, ctx.scale, ctx.longest), None, None, None, None
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout state
         with _deterministic():
             grads = torch.ops.aten._flash_attention_backward(
