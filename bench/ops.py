@@ -1,13 +1,13 @@
 """Times the GPU ops against the native kernels in the same run: ``python -m bench.ops [--out FILE] [--only WORD]``.
 
-Medians over rotating inputs (so that small cases do not sit in the L2 cache), of replayed CUDA graphs where a case can be captured
-(what an engine does; column ``clock``), else of event times, which include the host's work. ``native`` is what a stock stack runs: torch's
+Medians over rotating inputs (so that small cases do not sit in the L2 cache) of replayed CUDA graphs. ``native`` is what a stock stack runs: torch's
 fused or eager kernels, cuBLAS, torch's attention; for purely memory-bound ops without a fused torch kernel it is a copy of as many bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import sys
 
@@ -15,8 +15,8 @@ import torch
 import triton
 from torch.nn import functional as F
 
-from bench import table
-from isoexec.ops import activation, attention, embedding, logprob, matmul, norm, rope
+from bench import native_moe, table
+from isoexec.ops import activation, attention, embedding, logprob, matmul, moe, norm, rope
 from isoexec.ops.matmul import triton as portable_matmul
 
 EPS = 1e-6
@@ -31,12 +31,11 @@ def sets(make, bytes_each):
     return [make() for _ in range(max(1, min(16, (256 << 20) // max(bytes_each, 1))))]
 
 
-def median_us(function, inputs, clock) -> float:
+def median_us(function, inputs) -> float:
+    """Of replayed CUDA graphs, backward included: the device's time, without the host's work between launches."""
     ring = itertools.cycle(inputs)
     torch.cuda.synchronize()  # the capture runs on a stream of its own, which does not wait for the inputs
-    if clock == "graph":
-        return 1e3 * triton.testing.do_bench_cudagraph(lambda: function(*next(ring)), rep=20, return_mode="median")
-    return 1e3 * triton.testing.do_bench(lambda: function(*next(ring)), warmup=5, rep=30, return_mode="median")
+    return 1e3 * triton.testing.do_bench_cudagraph(lambda: function(*next(ring)), rep=20, return_mode="median")
 
 
 def copy_of(bytes_moved):
@@ -51,18 +50,16 @@ class Cases:
     def __init__(self, only, table):
         self.only, self.table = only, table
 
-    def add(self, op, case, ours, native, inputs, label, native_inputs=None):
+    def add(self, op, case, ours, native, inputs, label, native_inputs=None, target=None, note=""):
         if self.only and self.only not in op:
             return
-        # A backward allocates from other threads' streams: it is timed by events.
-        clock = "events" if "gradient" in case else "graph"
         try:
-            ours_us, native_us = median_us(ours, inputs, clock), median_us(native, native_inputs or inputs, clock)
+            ours_us, native_us = median_us(ours, inputs), median_us(native, native_inputs or inputs)
         except Exception as error:  # a case that fails is reported, the others still count
             print(f"{op} {case}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return
-        stage, shape = "forward + backward" if clock == "events" else "forward", case.removesuffix(" with gradient").removesuffix(",")
-        self.table.add(op, stage, shape, ours_us, native_us, label, clock=clock)
+        stage, shape = "forward + backward" if "gradient" in case else "forward", case.removesuffix(" with gradient").removesuffix(",")
+        self.table.add(op, stage, shape, ours_us, native_us, label, target=target, clock="graph", note=note)
 
 
 def norms(cases):
@@ -127,8 +124,8 @@ def logprobs(cases):
 
 
 def products(cases):
-    for N, K in ((12288, 2048), (2048, 4096)):
-        for M in (1, 64, 8192):
+    for N, K in ((12288, 2048), (2048, 4096), (2048, 6144)):
+        for M in (1, 64, 1024, 8192):
             xs = sets(lambda: (randn(M, K), randn(N, K, scale=K**-0.5)), 2 * (M * K + N * K + M * N))
             case = f"{M}x{N}x{K}"
             cases.add("matmul.linear", case, matmul.linear, F.linear, xs, "cuBLAS")
@@ -160,11 +157,11 @@ def attentions(cases):
 
 
 def decode(cases, H, G, K):
-    """256 and 8 sequences of 4096 tokens, pages of 16, against the same kernel with its default number of splits."""
+    """Decode, pages of 16, against the same kernel with its default number of splits, whose bits depend on the batch."""
     from isoexec.ops.attention import fa3
 
-    context, page = 4096, 16
-    for B in (256, 8):
+    page = 16
+    for B, context in ((256, 4096), (16, 4096), (4, 4096), (1, 4096), (16, 32768), (4, 32768)):
         pages = B * context // page
         caches = [randn(pages, page, G, K) for _ in range(2)]
         block_table = torch.randperm(pages, device="cuda").to(torch.int32).view(B, -1)
@@ -178,24 +175,65 @@ def decode(cases, H, G, K):
         def native():
             return fa3.attend(q, *caches, start, K**-0.5, longest_q=1, longest_k=context, seq_lens=lens, block_table=block_table, splits=0)
 
-        case = f"{B} decodes at 4096, {H}/{G}x{K}"
+        case = f"{B} decodes at {context}, {H}/{G}x{K}"
         cases.add("attention.paged", case + ", bound 1", ours(1), native, [()], "FA3, default splits")
-        cases.add("attention.paged", case + ", no bound", ours(None), native, [()], "FA3, default splits")
+
+
+def experts(cases, native):
+    """Hidden 2048, expert width 512, top 8: the whole MLP from chosen experts to the token's sum, and the router."""
+    D, F_, k, groups = 2048, 512, 8, 8
+    for E in (64, 256):
+        gate_up, down = randn(E, 2 * F_, D, scale=D**-0.5), randn(E, D, F_, scale=F_**-0.5)
+        for T in (16, 256, 4096, 16384):
+            x, logits = randn(T, D), randn(T, E, dtype=torch.float32, scale=2.0)
+            weights, chosen = moe.route(logits, top_k=k, renormalize=True)
+            few = chosen.int()
+
+            def ours():
+                values = moe.expert_mlp(x, chosen, gate_up, down)
+                return moe.combine(values, weights, chosen, num_experts=E, combine_groups=groups)
+
+            if native is not None:
+                cases.add("moe.expert_mlp + combine", f"{T} tokens, {E} experts", ours,
+                          lambda: native_moe.fused_experts(native, x, gate_up, down, weights, few), [()], "vLLM 0.23.0 fused_experts, Triton", target=1.1,
+                          note="native with our silu_mul between its products")  # fmt: skip
+                cases.add("moe.route", f"{T}x{E}", lambda: moe.route(logits, top_k=k, renormalize=True), lambda: native_moe.topk_softmax(logits, k), [()],
+                          "vLLM 0.23.0 topk_softmax")  # fmt: skip
+            moved = 2 * T * D * (k + 1)
+            values = randn(T, k, D)
+            cases.add("moe.combine", f"{T}x{k}x{D}, {E} experts", lambda: moe.combine(values, weights, chosen, num_experts=E, combine_groups=groups),
+                      lambda a, b: b.copy_(a), [()], "copy of the same bytes", sets(copy_of(moved), moved))  # fmt: skip
+            if T == 4096:
+                leaves, g = [t.requires_grad_() for t in (x, gate_up, down)], randn(T, k, D)
+                cases.add("moe.expert_mlp", f"{T} tokens, {E} experts with gradient", lambda: torch.autograd.grad(moe.expert_mlp(x, chosen, gate_up, down), leaves, g),
+                          lambda: torch_experts(x, chosen, gate_up, down, leaves, g), [()], "torch grouped_mm, sorted rows")  # fmt: skip
+                for t in leaves:
+                    t.requires_grad_(False)
+
+
+def torch_experts(x, chosen, gate_up, down, leaves, g):
+    """Forward and backward by torch's grouped product: pairs sorted by expert, silu in eager torch."""
+    k, (E, F2, _) = chosen.shape[1], gate_up.shape
+    order = chosen.flatten().argsort(stable=True)
+    ends = torch.zeros(E, dtype=torch.int64, device=x.device).index_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten()).cumsum(0).int()
+    gate, up = torch._grouped_mm(x[order // k], gate_up.mT, offs=ends).chunk(2, -1)
+    rows = torch._grouped_mm(F.silu(gate) * up, down.mT, offs=ends)
+    values = torch.empty_like(rows).index_copy(0, order, rows).view(g.shape)
+    return torch.autograd.grad(values, leaves, g)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=table.PATH)
     parser.add_argument("--only", default="", help="cases whose op's name holds this word")
-    parser.add_argument("--native", default="", help="folder with a vllm package, if the environment has none")
+    parser.add_argument("--native", default="", help="folder with the native MoE kernels, see bench/native_moe.py")
     parser.add_argument("--commit", default="", help="of the measured tree, where git is not at hand")
     options = parser.parse_args()
     table.need_gpu()
-    if options.native:
-        sys.path.insert(0, options.native)
     torch.manual_seed(0)
     cases = Cases(options.only, table.Table(options.out, options.commit))
-    for part in (norms, elementwise, logprobs, products, attentions):
+    native = native_moe.load(options.native) if options.native else None
+    for part in (norms, elementwise, logprobs, products, attentions, functools.partial(experts, native=native)):
         part(cases)
         torch.cuda.empty_cache()
 
