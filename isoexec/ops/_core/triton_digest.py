@@ -41,7 +41,8 @@ def _rows_kernel(words, out, length, W, STEP: tl.constexpr, PLACED: tl.constexpr
 
 
 @triton.jit
-def _part_kernel(bits, out, count, columns, stride, first, programs, WIDTH: tl.constexpr, SALT: tl.constexpr, BLOCK: tl.constexpr):
+def _part_kernel(bits, out, count, columns, stride, first, programs, PACKED: tl.constexpr, WIDTH: tl.constexpr,
+                 SALT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A program's share of the sum over ``count`` elements, in rows of ``columns`` whose first ones are ``stride`` apart in the whole."""
     program = tl.program_id(0).to(tl.int64)
     mask_of_bits: tl.constexpr = (1 << WIDTH) - 1
@@ -49,7 +50,10 @@ def _part_kernel(bits, out, count, columns, stride, first, programs, WIDTH: tl.c
     for start in range(program * BLOCK, count, programs * BLOCK):
         at = (start + tl.arange(0, BLOCK)).to(tl.int64)
         inside = at < count
-        index = (first + at // columns * stride + at % columns).to(tl.uint64, bitcast=True)
+        if PACKED:  # rows without a gap: no division of 64 bits for each element
+            index = (first + at).to(tl.uint64, bitcast=True)
+        else:
+            index = (first + at // columns * stride + at % columns).to(tl.uint64, bitcast=True)
         pattern = tl.load(bits + at, mask=inside, other=0).to(tl.int64).to(tl.uint64, bitcast=True) & mask_of_bits
         total += tl.where(inside, mix((index << WIDTH) + pattern + SALT), 0)
     tl.store(out + program, tl.sum(total, 0).to(tl.int64, bitcast=True))
@@ -80,6 +84,7 @@ def part_sum(bits: torch.Tensor, columns: int, stride: int, first: int) -> torch
     out = torch.empty(programs, dtype=torch.int64, device=bits.device)
     width = 8 * bits.element_size()
     _part_kernel[(programs,)](
-        bits, out, bits.numel(), columns, stride, first, programs, WIDTH=width, SALT=_STEP, BLOCK=_BLOCK, num_warps=4
+        bits, out, bits.numel(), columns, stride, first, programs, PACKED=columns == stride, WIDTH=width, SALT=_STEP, BLOCK=_BLOCK,
+        num_warps=4,
     )  # fmt: skip
     return out.sum()
