@@ -17,17 +17,18 @@ from isoexec.ops.activation import triton as activation
 from isoexec.ops.attention import triton as attention
 from isoexec.ops.logprob import triton as logprob
 from isoexec.ops.matmul import triton as matmul
+from isoexec.ops.moe import triton_combine, triton_grouped, triton_route
 from isoexec.ops.norm import triton as norm
 from isoexec.ops.rope import triton as rope
 
 _TYPES = {
     "eps": "fp32", "r_out": "*fp32", "cos": "*fp32", "sin": "*fp32", "cos_out": "*fp32", "sin_out": "*fp32", "positions": "*i64",
     "frequencies": "*fp32", "logits": "*fp32", "maximum": "*fp32", "maxima": "*fp32", "totals": "*fp32", "sums": "*fp32", "target": "*fp32", "tokens": "*i64", "maximum_out": "*fp32",
-    "out": "*fp32", "temperature": "*fp32", "lse": "*fp32", "partials": "*fp32", "scale": "fp32", "cu_seqlens": "*i32", "seq_lens": "*i32",
-    "block_table": "*i32",
+    "out": "*fp32", "temperature": "*fp32", "lse": "*fp32", "partials": "*fp32", "parked": "*fp32", "scale": "fp32", "cu_seqlens": "*i32", "seq_lens": "*i32",
+    "block_table": "*i32", "experts": "*i64", "weights": "*fp32", "pair": "*i32", "tiles": "*i32", "count": "*i32", "scale": "fp32",
 }  # fmt: skip
-_BF16 = {"x", "y", "residual", "gate", "weight", "total", "gate_up", "q", "keys", "values", "w", "bias"}
-_ALIGNED = {"x_outer", "gate_outer", "outer", "x_stride", "w_stride", "q_token", "q_head", "k_page", "k_token", "k_head", "v_page", "v_token", "v_head"}
+_BF16 = {"h", "saved", "shared", "x", "y", "residual", "gate", "weight", "total", "gate_up", "q", "keys", "values", "w", "bias"}
+_ALIGNED = {"x_outer", "gate_outer", "outer", "x_stride", "w_stride", "q_token", "q_head", "k_page", "k_token", "k_head", "x_stride", "D", "F", "v_page", "v_token", "v_head"}
 
 
 def ptx(kernel, warps=4, stages=3, **constants):
@@ -58,6 +59,8 @@ FORWARD = {
     "temperature": (logprob.scale_kernel, dict(PER_ROW=False, TILE=4096)),
     "block sums": (logprob.sums_kernel, dict(TILES=64, BLOCK=64, LOGB=6, PER_TILE=64)),
     "tree": (matmul.tree_kernel, dict(BIAS=True, LEAVES=8, BLOCK=1024)),
+    "combine": (triton_combine.combine_kernel, dict(TOP=8, P=8, GROUPS=8, PER_GROUP=32, SHARED=True, BLOCK=1024)),
+    "route": (triton_route.route_kernel, dict(bias="*fp32", E=256, N=256, LOGN=8, TOP=8, P=8, RENORMALIZE=True, SIGMOID=False, BIAS=False, SCALE=False, GROUPS=1, KEPT=1, M=1)),
     "totals": (logprob.total_kernel, dict(N=4096, LOGN=12, TILES=64, TOKEN=False, GATHER=False)),
 }
 
@@ -86,9 +89,18 @@ def test_wide_rows_load_sixteen_bytes():
 def test_products_run_on_the_wide_matrix_unit(leaves, tiles):
     BM, BN, BK, warps, stages = tiles
     text = ptx(matmul.product_kernel, warps, stages, x=f"tensordesc<bf16[{BM}, {BK}]>", w=f"tensordesc<bf16[{BN}, {BK}]>", BIAS=False,
-               LEAVES=leaves, BM=BM, BN=BN, BK=BK, GROUP=8)  # fmt: skip
+               LEAVES=leaves, PARK=leaves > 2, FLAT=leaves == 8, BM=BM, BN=BN, BK=BK, GROUP=8)  # fmt: skip
     assert "wgmma" in text and not re.search(r"\bmma\.sync", text)
     assert "cp.async.bulk.tensor" in text
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["few rows per expert", "many"])
+def test_experts_run_on_the_wide_matrix_unit(which):
+    rows, columns, step, exchanged, warps, stages = list(triton_grouped.FORMS.values())[which].gate_up
+    text = ptx(triton_grouped.gate_up_kernel, warps, stages, w=f"tensordesc<bf16[{columns}, {step}]>", TOP=8, SAVE=False, BM=rows, BN=columns, BK=step,
+               EXCHANGED=exchanged, GROUP=8)  # fmt: skip
+    assert "wgmma" in text and not re.search(r"\bmma\.sync", text)
+    assert not re.search(r"fma\.rn\.f32|div\.(approx|full)|\b(atom|red)\.", text)
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -78,6 +78,7 @@ def test_leaves_are_added_by_the_tree(operands, leaves):
     assert_bit_equal(portable.tree(parts, torch.float32), want, "over partials")
     assert_bit_equal(portable.partials(x, w, leaves, portable.SMALL if INTERPRET else None), parts, "one program per leaf")
     assert_bit_equal(portable.product(x[:40], w, torch.float32, leaves=leaves), want[:40], "few rows")
+    assert_bit_equal(portable.product(x[:600], w, torch.float32, leaves=leaves, tiles=portable.SMALL if INTERPRET else None), want[:600], "some rows")
     bias = w[:, 0].contiguous()
     assert_bit_equal(portable.tree(parts, torch.bfloat16, bias), (want + bias.float()).bfloat16(), "bias before the rounding")
     assert_bit_equal(_triton(x, w, torch.bfloat16, bias, leaves), (want + bias.float()).bfloat16(), "bias before the rounding")
@@ -86,6 +87,14 @@ def test_leaves_are_added_by_the_tree(operands, leaves):
         for part in parts[1:]:
             chain = chain + part
         assert not bit_equal(chain, want), "the order of the tree must show"
+
+
+@pytest.mark.parametrize("leaves", [2, 4, 8])
+def test_a_half_of_the_tree_may_wait_in_memory(exact, leaves):
+    x, w = exact
+    want = portable.product(x, w, torch.float32, leaves=leaves, tiles=portable.SMALL)
+    assert_bit_equal(portable.product(x, w, torch.float32, leaves=leaves, tiles=portable.TREE[leaves]), want)
+    assert not bit_equal(portable.product(nudge(x, 3, 16), w, torch.float32, leaves=leaves, tiles=portable.TREE[leaves]), want)
 
 
 def test_tiles_move_no_bit(operands, hardware):

@@ -15,8 +15,10 @@ from isoexec.ops._core.triton_math import COMPILE, dot_add
 
 #: (rows, columns, K step, warps, pipeline stages). Committed, never tuned at run time; moves no bit but by the K step.
 SMALL, MEDIUM, LARGE = (64, 64, 64, 4, 4), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3)
-#: The tree in registers keeps log2(leaves) accumulators beside the running one.
-TREE = {2: (128, 128, 64, 8, 4), 4: (128, 128, 64, 8, 4), 8: (64, 64, 64, 4, 4)}
+#: The tree in registers keeps log2(leaves) accumulators beside the running one; few rows take smaller tiles.
+TREE_ROWS = 768
+TREE_FEW = {2: (64, 128, 64, 4, 4), 4: (64, 128, 64, 4, 4), 8: (64, 64, 64, 4, 4)}
+TREE = {2: (128, 128, 64, 8, 4), 4: (128, 128, 64, 8, 4), 8: (128, 128, 64, 8, 4)}
 MAX_LEAVES = 8
 #: Up to so many rows there are too few tiles to fill a GPU: each leaf is a program of its own, and a second launch takes the tree.
 APART_ROWS = 256
@@ -32,26 +34,20 @@ def _leaf(x, w, row, column, first, size, BM: tl.constexpr, BN: tl.constexpr, BK
 
 
 @triton.jit
-def product_kernel(x, w, bias, y, M, N, size, BIAS: tl.constexpr, LEAVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                   BK: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """Tensor descriptors x [M, K], w [N, K]. ``LEAVES`` parts of K, each ``size`` long, added by the balanced tree (neighbours first).
-
-    A second grid axis keeps its programs' sums apart: y [axis, M, N].
-    """
-    columns = tl.cdiv(N, BN)
-    group = tl.program_id(0) // (GROUP * columns)
-    height = tl.minimum(tl.cdiv(M, BM) - group * GROUP, GROUP)
-    inside = tl.program_id(0) - group * (GROUP * columns)
-    row = (group * GROUP + inside % height) * BM
-    column = (inside // height) * BN
-    first = tl.program_id(1) * LEAVES * size
+def _leaves(x, w, row, column, first, size, LEAVES: tl.constexpr, FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Balanced tree (neighbours first) over ``LEAVES`` leaves. ``FLAT``: in one loop, so that the loads of a leaf run while the one before it ends."""
     total = tl.zeros([BM, BN], dtype=tl.float32)
     one = total
     two = total
     four = total
-    for g in range(LEAVES):  # not unrolled: one copy of the inner loop, fewer registers
-        total = _leaf(x, w, row, column, first + g * size, size, BM, BN, BK)
-        if LEAVES > 1:
+    steps = size // BK
+    for s in range(LEAVES * steps if FLAT else LEAVES):
+        if FLAT:
+            total = dot_add(x.load([row, first + s * BK]), tl.trans(w.load([column, first + s * BK])), total)
+        else:
+            total = _leaf(x, w, row, column, first + s * size, size, BM, BN, BK)
+        if not FLAT or s % steps == steps - 1:
+            g = s // steps if FLAT else s
             if g % 2 == 0:
                 one = total
             else:
@@ -66,12 +62,44 @@ def product_kernel(x, w, bias, y, M, N, size, BIAS: tl.constexpr, LEAVES: tl.con
                                 four = total
                             else:
                                 total = four + total
+            if FLAT and g < LEAVES - 1:
+                total = tl.zeros([BM, BN], dtype=tl.float32)
+    return total
+
+
+@triton.jit
+def product_kernel(x, w, bias, y, parked, M, N, size, BIAS: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr, FLAT: tl.constexpr,
+                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """Tensor descriptors x [M, K], w [N, K]. ``LEAVES`` parts of K, each ``size`` long, added by the balanced tree.
+
+    ``PARK``: the sum of the first half of the leaves waits in ``parked`` [programs, BM, BN] fp32 (in L2), not in registers. A second grid axis
+    keeps its programs' sums apart: y [axis, M, N].
+    """
+    columns = tl.cdiv(N, BN)
+    group = tl.program_id(0) // (GROUP * columns)
+    height = tl.minimum(tl.cdiv(M, BM) - group * GROUP, GROUP)
+    inside = tl.program_id(0) - group * (GROUP * columns)
+    row = (group * GROUP + inside % height) * BM
+    column = (inside // height) * BN
+    first = tl.program_id(1) * LEAVES * size
+    if LEAVES == 1:
+        total = _leaf(x, w, row, column, first, size, BM, BN, BK)
+    elif PARK:
+        # Constant offsets and no mask: addresses take no registers from the sums.
+        slot = parked + tl.program_id(0).to(tl.int64) * (BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+        tl.store(slot, _leaves(x, w, row, column, first, size, LEAVES // 2, FLAT, BM, BN, BK))
+        total = _leaves(x, w, row, column, first + LEAVES // 2 * size, size, LEAVES // 2, FLAT, BM, BN, BK)
+        tl.debug_barrier()
+        total = tl.load(slot) + total
+    else:
+        total = _leaves(x, w, row, column, first, size, LEAVES, FLAT, BM, BN, BK)
     rm = (row + tl.arange(0, BM)).to(tl.int64)
     rn = (column + tl.arange(0, BN)).to(tl.int64)
+    at = rm[:, None] * N + rn[None, :]
+    here = (rm < M)[:, None] & (rn < N)[None, :]
     if BIAS:
         total = total + tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
-    y += tl.program_id(1).to(tl.int64) * M * N
-    tl.store(y + rm[:, None] * N + rn[None, :], total.to(y.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+    tl.store(y + tl.program_id(1).to(tl.int64) * M * N + at, total.to(y.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -110,7 +138,7 @@ def product(x, weight, dtype, bias=None, leaves=1, tiles=None):
         return tree(partials(x, weight, leaves), dtype, bias)
     M, N = x.shape[0], weight.shape[0]
     y = torch.empty(M, N, dtype=dtype, device=x.device)
-    _launch(x, weight, bias, y, tiles or (TREE[leaves] if leaves > 1 else _tiles(M)), leaves, False)
+    _launch(x, weight, bias, y, tiles or _tiles(M, leaves), leaves, False)
     return y
 
 
@@ -121,7 +149,9 @@ def partials(x, weight, leaves, tiles=None):
     return y
 
 
-def _tiles(M: int):
+def _tiles(M: int, leaves: int = 1):
+    if leaves > 1:
+        return (TREE_FEW if M <= TREE_ROWS else TREE)[leaves]
     return SMALL if M <= 64 else MEDIUM if M <= 512 else LARGE
 
 
@@ -132,10 +162,13 @@ def _launch(x, weight, bias, y, tiles, leaves, apart):
         BK //= 2
     if BK < 16 or K % 8:
         raise ContractError(f"matmul: K = {K} in {leaves} leaves; expected K a multiple of 8, leaves multiples of 16")
+    park = leaves > 2 and not apart and BM * BN >= 64 * 32 * warps  # 64 registers a thread for each accumulator
+    programs = triton.cdiv(M, BM) * triton.cdiv(N, BN)
+    parked = torch.empty(programs, BM, BN, dtype=torch.float32, device=y.device) if park else y
     if y.numel():
-        product_kernel[triton.cdiv(M, BM) * triton.cdiv(N, BN), leaves if apart else 1](
-            _descriptor(x, BM, BK), _descriptor(weight, BN, BK), y if bias is None else bias, y, M, N, size, bias is not None,
-            1 if apart else leaves, BM, BN, BK, GROUP=8, num_warps=warps, num_stages=stages, **COMPILE,
+        product_kernel[programs, leaves if apart else 1](
+            _descriptor(x, BM, BK), _descriptor(weight, BN, BK), y if bias is None else bias, y, parked, M, N, size, bias is not None,
+            1 if apart else leaves, park, park and leaves == 8, BM, BN, BK, GROUP=8, num_warps=warps, num_stages=stages, **COMPILE,
         )  # fmt: skip
 
 
