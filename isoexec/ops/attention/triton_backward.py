@@ -19,7 +19,7 @@ TILES = {
     32: ((64, 64, 4, 2), (64, 64, 4, 2)),
     64: ((64, 128, 8, 2), (128, 64, 8, 3)),
     128: ((64, 64, 4, 2), (128, 64, 8, 3)),
-    256: ((64, 64, 8, 2), (64, 64, 4, 2)),
+    256: ((64, 64, 8, 2), (128, 32, 8, 3)),
 }
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -36,7 +36,7 @@ def delta_kernel(grad, out, delta, T, H: tl.constexpr, K: tl.constexpr, R: tl.co
 
 
 @triton.jit
-def _keys_step(q, grad, lse, delta, k, v, dk, dv, start, new, first, head, key, T, scale, K: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr):
+def _keys_step(q, grad, lse, delta, k, v, dk, dv, start, new, first, head, key, T, scale, K: tl.constexpr, BM: tl.constexpr):
     """Adds one block of queries, ``first`` of the sequence and on, to the gradients of a block of keys."""
     i = first + tl.arange(0, BM)
     real = i < new
@@ -45,20 +45,16 @@ def _keys_step(q, grad, lse, delta, k, v, dk, dv, start, new, first, head, key, 
     g_MK = grad.load([start + first, head * K])
     l_M = tl.load(lse + at, mask=real, other=0.0) * _LOG2E
     d_M = tl.load(delta + at, mask=real, other=0.0)
-    p_NM = tl.exp2(dot(k, tl.trans(q_MK)) * (scale * _LOG2E) - l_M[None, :])
-    if MASK:
-        p_NM = tl.where((key[:, None] <= i[None, :]) & real[None, :], p_NM, 0.0)
+    visible = (key[:, None] <= i[None, :]) & real[None, :]
+    p_NM = tl.where(visible, tl.exp2(dot(k, tl.trans(q_MK)) * (scale * _LOG2E) - l_M[None, :]), 0.0)
     dv = dot_add(p_NM.to(tl.bfloat16), g_MK, dv)
-    ds_NM = p_NM * (dot(v, tl.trans(g_MK)) - d_M[None, :])
-    if MASK:
-        ds_NM = tl.where(real[None, :], ds_NM, 0.0)
-    dk = dot_add(ds_NM.to(tl.bfloat16), q_MK, dk)
-    return dk, dv
+    ds_NM = tl.where(visible, p_NM * (dot(v, tl.trans(g_MK)) - d_M[None, :]), 0.0)
+    return dot_add(ds_NM.to(tl.bfloat16), q_MK, dk), dv
 
 
 @triton.jit
 def keys_kernel(q, keys, values, grad, lse, delta, grad_k, grad_v, cu_seqlens, T, scale, G: tl.constexpr, REPEAT: tl.constexpr,
-                K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MERGED: tl.constexpr):  # fmt: skip
+                K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Program (sequence and key head, block of keys); the blocks with most queries come first."""
     b = tl.program_id(0) // G
     g = tl.program_id(0) % G
@@ -71,20 +67,9 @@ def keys_kernel(q, keys, values, grad, lse, delta, grad_k, grad_v, cu_seqlens, T
         v = values.load([start + n, g * K])
         dk = tl.zeros([BN, K], dtype=tl.float32)
         dv = tl.zeros([BN, K], dtype=tl.float32)
-        inner = tl.minimum(n + BN, new)  # queries before it see a part of the block
-        whole = new // BM * BM  # and those from here on are not all there
         for r in range(REPEAT):
-            head = g * REPEAT + r
-            if MERGED:
-                for first in range(n, new, BM):
-                    dk, dv = _keys_step(q, grad, lse, delta, k, v, dk, dv, start, new, first, head, key, T, scale, K, BM, True)
-            else:
-                for first in range(n, inner, BM):
-                    dk, dv = _keys_step(q, grad, lse, delta, k, v, dk, dv, start, new, first, head, key, T, scale, K, BM, True)
-                for first in range(n + BN, whole, BM):
-                    dk, dv = _keys_step(q, grad, lse, delta, k, v, dk, dv, start, new, first, head, key, T, scale, K, BM, False)
-                for first in range(tl.maximum(n + BN, whole), new, BM):
-                    dk, dv = _keys_step(q, grad, lse, delta, k, v, dk, dv, start, new, first, head, key, T, scale, K, BM, True)
+            for first in range(n, new, BM):
+                dk, dv = _keys_step(q, grad, lse, delta, k, v, dk, dv, start, new, first, g * REPEAT + r, key, T, scale, K, BM)
         at = ((start + key).to(tl.int64) * G + g)[:, None] * K + tl.arange(0, K)[None, :]
         tl.store(grad_k + at, (dk * scale).to(grad_k.dtype.element_ty), mask=(key < new)[:, None])
         tl.store(grad_v + at, dv.to(grad_v.dtype.element_ty), mask=(key < new)[:, None])
@@ -132,7 +117,8 @@ def queries_kernel(q, keys, values, grad, lse, delta, grad_q, cu_seqlens, T, sca
 
 
 def _rows(x, rows):
-    """[T, H, K] as blocks [rows, K] of one head's tokens. A block may reach into the next sequence: what it finds there is selected away."""
+    """[T, H, K] as blocks [rows, K] of one head's tokens. A block may reach into the next sequence; its scores there
+    are selected away, so what it finds must be finite."""
     return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]])
 
 
@@ -158,7 +144,7 @@ def gradients(grad, q, k, v, cu_seqlens, out, lse, scale, longest):
     delta_kernel[triton.cdiv(T * H, R),](grad, out, delta, T, H, K, R, num_warps=4, **COMPILE)
     (BM, BN, warps, stages), sequences = TILES[K][0], cu_seqlens.shape[0] - 1
     keys_kernel[sequences * G, triton.cdiv(longest, BN)](
-        _rows(q, BM), _rows(k, BN), _rows(v, BN), _rows(grad, BM), lse, delta, grads[1], grads[2], cu_seqlens, T, scale, G, H // G, K, BM, BN, True,
+        _rows(q, BM), _rows(k, BN), _rows(v, BN), _rows(grad, BM), lse, delta, grads[1], grads[2], cu_seqlens, T, scale, G, H // G, K, BM, BN,
         num_warps=warps, num_stages=stages, **COMPILE,
     )  # fmt: skip
     BM, BN, warps, stages = TILES[K][1]
