@@ -8,7 +8,7 @@ import triton.language as tl
 
 from isoexec.contract import ContractError
 from isoexec.ops._core.rows import power_of_two
-from isoexec.ops._core.triton_math import COMPILE, row_sum
+from isoexec.ops._core.triton_math import COMPILE
 
 _BLOCK = 1024  # channels per program
 _MAX_GROUPS = 8
@@ -31,21 +31,25 @@ def combine_kernel(values, weights, experts, shared, out, first_expert, D, TOP: 
     e = tl.load(experts + token * TOP + r, mask=r < TOP, other=1 << 40)
     rank = tl.sum((e[None, :] < e[:, None]).to(tl.int32), 1)
     rank = tl.where(r < TOP, rank, P)
-    # Floor division: indices below the first held expert are in no group.
-    group = tl.where((e >= first_expert) & (r < TOP), (e - first_expert) // PER_GROUP, -1)
-    below = tl.sum(((e < first_expert) & (r < TOP)).to(tl.int32), 0)
+    # -1: in no group of this rank.
+    group = tl.where((e >= first_expert) & (r < TOP), (e - first_expert) // PER_GROUP, -1).to(tl.int32)
+    group = tl.where(group < GROUPS, group, -1)
+    # All of a token's values are asked for before the first is used.
+    v = ()
+    w = ()
+    for i in tl.static_range(TOP):
+        at = token * TOP + _pick(r, rank == i)
+        v = v + (tl.load(values + at * D + c, mask=here & (_pick(group, rank == i) >= 0), other=0.0),)
+        w = w + (tl.load(weights + at),)
     one = tl.zeros([BLOCK], dtype=tl.float32)
     total = one
     two = one
     four = one
     for g in tl.static_range(GROUPS):
-        stop = below + tl.sum((group == g).to(tl.int32), 0)
         total = tl.zeros([BLOCK], dtype=tl.float32)
-        for i in range(below, stop):
-            at = token * TOP + _pick(r, rank == i)
-            v = tl.load(values + at * D + c, mask=here, other=0.0).to(tl.float32)
-            total += v * tl.load(weights + at)
-        below = stop
+        for i in tl.static_range(TOP):
+            if _pick(group, rank == i) == g:
+                total += v[i].to(tl.float32) * w[i]
         if g % 2 == 0:
             one = total
         else:
@@ -64,18 +68,18 @@ def combine_kernel(values, weights, experts, shared, out, first_expert, D, TOP: 
 
 
 @triton.jit
-def combine_grad_kernel(grad, values, weights, grad_values, grad_weights, D, TOP: tl.constexpr, BLOCK: tl.constexpr, LOGB: tl.constexpr):
-    """Program (pair): its value's gradient, and its weight's as blocks of channels in ascending order."""
+def combine_grad_kernel(grad, values, weights, grad_values, grad_weights, D, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (pair): its value's gradient, and its weight's, a sum in the fixed order of this launch."""
     pair = tl.program_id(0).to(tl.int64)
     w = tl.load(weights + pair)
-    total = tl.zeros([1, 1], dtype=tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
     for first in range(0, D, BLOCK):
-        c = first + tl.arange(0, BLOCK)[None, :]
+        c = first + tl.arange(0, BLOCK)
         g = tl.load(grad + pair // TOP * D + c, mask=c < D, other=0.0).to(tl.float32)
         v = tl.load(values + pair * D + c, mask=c < D, other=0.0).to(tl.float32)
-        total += row_sum(g * v, 1, BLOCK, LOGB)
+        total += g * v
         tl.store(grad_values + pair * D + c, (g * w).to(grad_values.dtype.element_ty), mask=c < D)
-    tl.store(grad_weights + pair + tl.zeros([1, 1], dtype=tl.int64), total)
+    tl.store(grad_weights + pair, tl.sum(total, 0))
 
 
 def total(values, weights, experts, shared, first_expert, groups, experts_per_group, dtype):
@@ -99,6 +103,6 @@ def gradients(grad, values, weights):
     grad_values, grad_weights = torch.empty_like(values), torch.empty_like(weights)
     if T:
         combine_grad_kernel[T * k,](
-            grad.contiguous(), values, weights, grad_values, grad_weights, D, k, _BLOCK, _BLOCK.bit_length() - 1, num_warps=4, **COMPILE
+            grad.contiguous(), values, weights, grad_values, grad_weights, D, k, _BLOCK, num_warps=4, **COMPILE
         )
     return grad_values, grad_weights
