@@ -18,7 +18,7 @@ SMALL, MEDIUM, LARGE = (64, 64, 64, 4, 4), (128, 128, 64, 4, 4), (256, 128, 64, 
 #: The tree in registers keeps log2(leaves) accumulators beside the running one; few rows take smaller tiles.
 TREE_ROWS = 768
 TREE_FEW = {2: (64, 128, 64, 4, 4), 4: (64, 128, 64, 4, 4), 8: (64, 64, 64, 4, 4)}
-TREE = {2: (128, 128, 64, 8, 4), 4: (128, 128, 64, 8, 4), 8: (128, 128, 128, 8, 3)}
+TREE = {2: (128, 128, 64, 8, 4), 4: (128, 128, 64, 8, 4), 8: (128, 128, 64, 8, 4)}
 MAX_LEAVES = 8
 #: Up to so many rows there are too few tiles to fill a GPU: each leaf is a program of its own, and a second launch takes the tree.
 APART_ROWS = 256
