@@ -37,13 +37,13 @@ class _Embedding(torch.autograd.Function):
         D, count = ctx.shape[1], ids.shape[0]
         out = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
         if count:
-            # No host read: the number of distinct ids stays on the device, the grid covers the most there can be.
+            # No host read and no host scalar on the way to the device: the number of distinct ids stays there, the grid covers the most there can be.
             sorted_ids, order = ids.to(torch.int64).sort(stable=True)
             starts = torch.ones(count, dtype=torch.bool, device=ids.device)
             starts[1:] = sorted_ids[1:] != sorted_ids[:-1]
             segment = starts.cumsum(0)
             first = torch.full((count + 1,), count, dtype=torch.int64, device=ids.device)
-            first.scatter_(0, torch.where(starts, segment - 1, count), torch.arange(count, device=ids.device))
+            first.scatter_(0, (segment - 1).masked_fill(~starts, count), torch.arange(count, device=ids.device))
             first[count] = count
             # Entries past the last segment hold count, as does the end of the last one.
             grad_kernel[count, triton.cdiv(D, _BLOCK)](

@@ -121,6 +121,6 @@ def combine(values, weights, experts, shared=None, *, num_experts, combine_group
 
 
 def tokens_per_expert(experts, *, num_experts, valid=None):
-    flat = experts if valid is None else torch.where(valid.unsqueeze(-1), experts, num_experts)
+    flat = experts if valid is None else experts.masked_fill(~valid.unsqueeze(-1), num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)  # integers: atomics add them in any order
     return counts.index_add_(0, flat.flatten(), torch.ones_like(flat).flatten())[:num_experts]
