@@ -21,11 +21,11 @@ def test_a_row_does_not_see_its_batch(device, random):
 
 def test_frequencies(device):
     logprobs = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0], device=device).log()
-    rows = 4000 if device.type == "cuda" else 400
+    rows = 4000 if device.type == "cuda" else 150
     tokens = sampling.draw(logprobs.expand(rows, -1), [torch.Generator(device).manual_seed(3)] * rows)
     counts = tokens.cpu().bincount(minlength=5) / rows
     assert counts[4] == 0
-    torch.testing.assert_close(counts, logprobs.exp().cpu(), atol=0.03 if rows == 4000 else 0.1, rtol=0)
+    torch.testing.assert_close(counts, logprobs.exp().cpu(), atol=0.03 if rows == 4000 else 0.13, rtol=0)
 
 
 def test_ties_and_rows_without_generator(device):
