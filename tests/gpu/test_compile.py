@@ -25,7 +25,7 @@ _TYPES = {
     "eps": "fp32", "r_out": "*fp32", "cos": "*fp32", "sin": "*fp32", "cos_out": "*fp32", "sin_out": "*fp32", "positions": "*i64",
     "frequencies": "*fp32", "logits": "*fp32", "maximum": "*fp32", "maxima": "*fp32", "totals": "*fp32", "sums": "*fp32", "target": "*fp32", "tokens": "*i64", "maximum_out": "*fp32",
     "out": "*fp32", "temperature": "*fp32", "lse": "*fp32", "partials": "*fp32", "parked": "*fp32", "scale": "fp32", "cu_seqlens": "*i32", "seq_lens": "*i32",
-    "block_table": "*i32", "experts": "*i64", "weights": "*fp32", "pair": "*i32", "tiles": "*i32", "count": "*i32", "scale": "fp32",
+    "block_table": "*i32", "experts": "*i64", "weights": "*fp32", "pair": "*i32",
 }  # fmt: skip
 _BF16 = {"h", "saved", "shared", "x", "y", "residual", "gate", "weight", "total", "gate_up", "q", "keys", "values", "w", "bias"}
 _ALIGNED = {"x_outer", "gate_outer", "outer", "x_stride", "w_stride", "q_token", "q_head", "k_page", "k_token", "k_head", "x_stride", "D", "F", "v_page", "v_token", "v_head"}
@@ -97,7 +97,7 @@ def test_products_run_on_the_wide_matrix_unit(leaves, tiles):
 @pytest.mark.parametrize("which", [0, -1], ids=["few rows per expert", "many"])
 def test_experts_run_on_the_wide_matrix_unit(which):
     rows, columns, step, exchanged, warps, stages = list(triton_grouped.FORMS.values())[which].gate_up
-    text = ptx(triton_grouped.gate_up_kernel, warps, stages, w=f"tensordesc<bf16[{columns}, {step}]>", TOP=8, SAVE=False, BM=rows, BN=columns, BK=step,
+    text = ptx(triton_grouped.gate_up_kernel, warps, stages, w=f"tensordesc<bf16[{columns}, {step}]>", count="*i32", tiles="*i32", TOP=8, SAVE=False, BM=rows, BN=columns, BK=step,
                EXCHANGED=exchanged, GROUP=8)  # fmt: skip
     assert "wgmma" in text and not re.search(r"\bmma\.sync", text)
     assert not re.search(r"fma\.rn\.f32|div\.(approx|full)|\b(atom|red)\.", text)
