@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import hashlib
 import platform
 import shutil
@@ -84,11 +85,9 @@ class Build:
 
     def _steps(self) -> None:
         trees = self.pins.trees.values()
-        files = [tree for tree in trees if not vendor.source(tree).startswith("commit")] + [self.wheel]
-        if any(vendor.at_hand(file) is None for file in files):
-            print("==> archives", flush=True)
-        self.archives = vendor.obtain(files)
-        self.step("third_party", digest([vendor.source(tree) for tree in trees]), lambda: vendor.fill(self.pins), "filling the source folders")
+        if not all(map(vendor.is_filled, trees)):
+            (self.stamps / "third_party").unlink(missing_ok=True)
+        self.step("third_party", digest([vendor.source(tree) for tree in trees]), self.fill, "obtaining the releases, filling the source folders")
 
         environment = digest(self.lock_text(), sys.executable, platform.python_version(), str(self.venv))
         self.step("environment", environment, self.environment, "installing the locked dependencies")
@@ -96,6 +95,15 @@ class Build:
             self.tree_steps(tree, environment)
         recipe = digest(environment, (ROOT / "pyproject.toml").read_text())
         self.step("install-isoexec", recipe, self.install_isoexec, "installing it editable")
+
+    @functools.cached_property
+    def archives(self) -> dict[str, Path]:
+        """File name -> path of every file that a build starts from, obtained together; a build with nothing to do asks for none."""
+        return vendor.obtain([tree for tree in self.pins.trees.values() if not vendor.source(tree).startswith("commit")] + [self.wheel])
+
+    def fill(self) -> None:
+        _ = self.archives  # before the first step that takes long
+        vendor.fill(self.pins)
 
     @staticmethod
     def lock_text() -> str:

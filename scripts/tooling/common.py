@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -20,6 +21,8 @@ _IDENTITY = {
 # The user's git configuration (signing, hooks, diff settings, autocrlf) must not change a commit or a patch.
 _GIT_ENV = {**_IDENTITY, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
 _GIT_REPOSITORY_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Stop(Exception):
@@ -40,11 +43,16 @@ def main(function) -> None:
     except Stop as stop:
         sys.exit(f"error: {stop}")
     except OSError as error:
-        if error.errno in (28, 122):  # ENOSPC, EDQUOT
+        if error.errno in FULL:
             sys.exit(f"error: {disk_full(error)}")
         raise
     except KeyboardInterrupt:
         sys.exit("interrupted: run it again to go on from here")
+
+
+def says_disk_full(output: str) -> bool:
+    """Whether what a command said names a full disk, or a used-up quota, as the cause."""
+    return any(words in output for words in (*map(os.strerror, FULL), "Out of diskspace"))  # the last is git's own
 
 
 def disk_full(detail: object) -> Stop:
@@ -68,7 +76,7 @@ def run(*command: object, cwd: Path | None = None, env: dict[str, str] | None = 
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="surrogateescape")
     if check and done.returncode != 0:
         output = (done.stdout + done.stderr).strip()
-        if "No space left on device" in output:
+        if says_disk_full(output):
             raise disk_full(words[0])
         raise Stop(f"command failed: {' '.join(words)}", expected="exit status 0",
                    found=f"exit status {done.returncode}\n" + "\n".join(output.splitlines()[-25:]),

@@ -20,7 +20,7 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
-from common import ROOT, Stop, disk_full, run, sha256
+from common import FULL, ROOT, Stop, disk_full, run, sha256
 
 _UV_AT_LEAST = (0, 7)  # `uv pip compile --format pylock.toml`
 
@@ -121,7 +121,7 @@ def fetch(address: str, target: Path, digest: str) -> None:
                            do="check the network and run it again (it goes on from there), or put the file into ISOEXEC_ARCHIVES") from error
             time.sleep(2 * attempt)
         except OSError as error:
-            if error.errno in (28, 122):
+            if error.errno in FULL:
                 raise disk_full(error) from error
             raise
     found = sha256(part)

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import index
-from common import ROOT, Stop, disk_full, run
+from common import ROOT, Stop, disk_full, run, says_disk_full
 from pins import Tree
 
 LOCK = ROOT / "requirements" / "stack.txt"
@@ -32,7 +32,7 @@ def _show_progress(command: list[object], env: dict[str, str], do: str) -> None:
             print("    " + line.strip(), flush=True)
     if process.wait() != 0:
         output = "".join(lines)
-        if "No space left on device" in output:
+        if says_disk_full(output):
             raise disk_full("while installing")
         raise Stop("the environment could not be installed", expected=f"what {LOCK.relative_to(ROOT)} locks, hashes included",
                    found=output.strip()[-2500:], do=do)

@@ -55,6 +55,10 @@ class Patch:
                 found[name] = value.strip()
         return found
 
+    def added(self) -> list[str]:
+        """Paths of the files that it adds."""
+        return re.findall(r"^diff --git a/(.+) b/\1\nnew file mode ", self.diff, re.M)
+
     def faults(self) -> list[str]:
         """What keeps this from being a patch of ours, each as one sentence; empty if nothing does."""
         faults = []

@@ -11,7 +11,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-from common import Stop, git, git_out
+from common import Stop, disk_full, git, git_out, says_disk_full
 from series import Patch, Series, from_commit
 
 UPSTREAM = "refs/tags/upstream"
@@ -63,13 +63,18 @@ class BuildTree:
         """Present while a series is being applied: edits found beside it are an interrupted run's, not a person's."""
         return self.path / ".git" / "isoexec-applying"
 
-    def end_interrupted_apply(self) -> None:
-        """Clear what an apply that was cut off left half-written."""
+    def end_interrupted_apply(self, series: Series) -> None:
+        """Clear what an apply of `series` that was cut off left half-written: the tree is then its last whole commit."""
         if not self.applying.exists():
             return
         (self.path / ".git" / "index.lock").unlink(missing_ok=True)
         shutil.rmtree(self.path / ".git" / "rebase-apply", ignore_errors=True)
         git(self.path, "reset", "-q", "--hard", "HEAD")
+        # git writes the index last, so a file that a patch adds may lie here untracked, and would stop that patch.
+        untracked = git_out(self.path, "ls-files", "-z", "--others").split("\0")
+        for name in {name for _, patch in series.patches() for name in patch.added()} & set(untracked):
+            (self.path / name).unlink()
+        self.applying.unlink()
 
 
 def initialise(path: Path, generated: tuple[str, ...]) -> None:
@@ -94,7 +99,7 @@ def initialise(path: Path, generated: tuple[str, ...]) -> None:
 def apply_series(tree: BuildTree, series: Series, *, discard: bool = False) -> int:
     """Make `tree` upstream plus `series`, keeping the commits that are right already. Returns how many were applied anew."""
     tree.require()
-    tree.end_interrupted_apply()
+    tree.end_interrupted_apply(series)
     if not discard:
         work = tree.unexported(series) + tree.edited()
         if work:
@@ -109,19 +114,20 @@ def apply_series(tree: BuildTree, series: Series, *, discard: bool = False) -> i
     git(tree.path, "reset", "-q", "--hard", commits[same - 1] if same else UPSTREAM)
     tree.mark_applied()
     for name, patch in wanted[same:]:
-        _apply(tree, name, patch)
+        _apply(tree, series, name, patch)
     tree.applying.unlink()
     return len(wanted) - same
 
 
-def _apply(tree: BuildTree, name: str, patch: Patch) -> None:
+def _apply(tree: BuildTree, series: Series, name: str, patch: Patch) -> None:
     done = git(tree.path, "am", "--quiet", "--keep-cr", "--no-3way", "--committer-date-is-author-date", "--patch-format=mbox",
                "--whitespace=nowarn", check=False, stdin="From isoexec Sat Jan  1 00:00:00 2000\nDate: Sat, 1 Jan 2000 00:00:00 +0000\n" + patch.text)
     if done.returncode == 0:
         tree.mark_applied()
         return
-    git(tree.path, "am", "--abort", check=False)
-    tree.applying.unlink()
+    if says_disk_full(done.stdout + done.stderr):  # the mark `applying` stays: the next run clears what was half-written
+        raise disk_full(f"while applying {tree.name}/{name}")
+    tree.end_interrupted_apply(series)
     raise Stop(f"a patch does not apply: {tree.name}/{name}", expected=f"it applies to {git_out(tree.path, 'describe', '--tags', '--always')} of {tree.path}",
                found=done.stderr.strip() or done.stdout.strip(),
                do="the tree stands at the last patch that applied: make the change there anew, commit it with the patch's message,\n"

@@ -127,14 +127,24 @@ def _without_first_folder(tar: tarfile.TarFile):
             yield member
 
 
+def _stamp(tree: Tree) -> str:
+    return f"{tree.archive}\nsha256 {tree.sha256}\n\nFor reading; the build does not look here. `scripts/vendor empty` removes it.\n"
+
+
+def is_filled(tree: Tree) -> bool:
+    """Whether third_party/<tree> is a submodule, or holds the pinned release."""
+    folder = ROOT / "third_party" / tree.name
+    mark = folder / MARK
+    return (folder / ".git").exists() or (mark.exists() and mark.read_text() == _stamp(tree))
+
+
 def fill(pins: Pins) -> None:
     """Fill third_party/<tree> for reading where git has not."""
     for tree in pins.trees.values():
-        folder = ROOT / "third_party" / tree.name
-        stamp = f"{tree.archive}\nsha256 {tree.sha256}\n\nFor reading; the build does not look here. `scripts/vendor empty` removes it.\n"
-        mark = folder / MARK
-        if (folder / ".git").exists() or (mark.exists() and mark.read_text() == stamp):
+        if is_filled(tree):
             continue
+        folder = ROOT / "third_party" / tree.name
+        mark = folder / MARK
         if folder.exists() and any(folder.iterdir()) and not mark.exists():
             raise Stop(f"third_party/{tree.name} holds files that are not from here", expected="an empty folder, a submodule, or one with " + MARK,
                        found=", ".join(sorted(p.name for p in folder.iterdir())[:5]), do="move them away")
@@ -144,7 +154,7 @@ def fill(pins: Pins) -> None:
         for name in tree.generated:
             path = scratch / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        (scratch / MARK).write_text(stamp)
+        (scratch / MARK).write_text(_stamp(tree))
         empty_one(folder)
         folder.rmdir()
         scratch.replace(folder)

@@ -69,20 +69,45 @@ class House:
         assert "Traceback" not in done.stdout, done.stdout
         return done.stdout
 
-    def build(self, ok: bool = True, kill_at: str = "", backend: str = "cpu") -> str:
-        """`scripts/build` without the environment (a test of its own). `kill_at`: a function that kills the process instead."""
+    def build(self, ok: bool = True, kill_at: str = "", kill_after: str = "", fail_at: str = "", backend: str = "cpu") -> str:
+        """`scripts/build` without the environment (test_build_environment.py has it).
+
+        `kill_at`, `fail_at`: a function (module.name) that instead of running kills the process, or finds the disk full.
+        `kill_after`: one that runs and then kills; module.name:N at its N-th call.
+        """
         driver = f"""
-import os, signal, sys
+import errno, os, pathlib, signal, sys
 sys.path.insert(0, {str(self.root / "scripts" / "tooling")!r})
 import build, common, install, trees, vendor
 install.create_environment = lambda uv, venv: venv.mkdir(exist_ok=True)
 install.install_editable = lambda uv, venv, path, env: print("    editable", path.name)
 install.confirm = lambda *a: None
 build.index.find_uv = lambda: "uv"
-kill_at = {kill_at!r}
-if kill_at:
-    module, name = kill_at.split(".")
-    setattr(sys.modules[module], name, lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL))
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def fill_the_disk():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def hook(where, act, after=False):
+    place, _, nth = where.partition(":")
+    module, name = place.split(".")
+    owner = pathlib.Path if module == "Path" else sys.modules[module]
+    real, calls = getattr(owner, name), []
+    def hooked(*a, **k):
+        calls.append(name)
+        if not after:
+            act()
+        result = real(*a, **k)
+        if len(calls) == int(nth or 1):
+            act()
+        return result
+    setattr(owner, name, hooked)
+
+for where, act, after in (({kill_at!r}, kill, False), ({kill_after!r}, kill, True), ({fail_at!r}, fill_the_disk, False)):
+    if where:
+        hook(where, act, after)
 common.main(lambda _: build.build(["--backend", {backend!r}]))
 """
         done = subprocess.run([sys.executable, "-B", "-c", driver], cwd=self.root, env=self.env, text=True,
@@ -108,7 +133,6 @@ common.main(lambda _: build.build(["--backend", {backend!r}]))
 
     def patch(self, name: str, tree: str = "skyrl") -> Path:
         return self.root / "patches" / tree / name
-
 
     def copy_to(self, root: Path) -> House:
         """The same at another place (build trees are git repositories and do not mind)."""

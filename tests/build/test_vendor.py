@@ -1,7 +1,10 @@
 """Where upstream's files come from, and that only the pinned ones are ever used."""
 
+import errno
 import hashlib
 import http.server
+import io
+import os
 import shutil
 import subprocess
 import threading
@@ -203,6 +206,24 @@ def test_a_full_disk_is_one_message(serve, tmp_path):
     (tmp_path / "file.part").symlink_to("/dev/full")
     with pytest.raises(Stop, match="the disk is full"):
         index.fetch(serve().address, tmp_path / "file", DIGEST)
+
+
+def test_a_download_that_filled_the_disk_goes_on_when_there_is_room(serve, tmp_path, monkeypatch):
+    """The second block finds no room; the first is not asked for again."""
+    server, block = serve(), 1 << 20
+
+    class Full(io.FileIO):
+        def write(self, data):
+            if self.tell() >= block:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
+
+    monkeypatch.setattr(index, "open", lambda path, mode: Full(path, mode), raising=False)
+    with pytest.raises(Stop, match="the disk is full"):
+        index.fetch(server.address, tmp_path / "file", DIGEST)
+    monkeypatch.undo()
+    index.fetch(server.address, tmp_path / "file", DIGEST)
+    assert (tmp_path / "file").read_bytes() == CONTENT and server.ranges == [None, f"bytes={block}-"]
 
 
 def test_no_registry_is_named():
