@@ -6,7 +6,7 @@
     scripts/patches check  [TREE...]    prove series, export and built tree agree, from the pinned archives
     scripts/patches rebase TREE VERSION move the series to another release of the tree
 
-To change upstream code: commit in build/<backend>/<tree> (one concern per commit, see docs), then export.
+To change upstream code: commit in build/<backend>/<tree>, one concern per commit, then export (CONTRIBUTING.md, "Add or change a patch").
 """
 
 from __future__ import annotations
