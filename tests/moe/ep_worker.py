@@ -59,6 +59,20 @@ def run(top_k, ep, rank=0, size=1, replicated=True, plant=False):
     }
 
 
+def hostile():
+    """24 rows with bits that a sum, a cast or a flush would change, as they lie over the ranks of TOKENS[4]: -0.0, subnormals, NaN payloads."""
+    x = inputs()[0]
+    x.view(torch.int16)[::2, :4] = torch.tensor([-0x8000, 0x0001, 0x7FC5, -0x7FFF], dtype=torch.int16)
+    weights = torch.rand(24, 4, generator=torch.Generator().manual_seed(1))
+    weights.view(torch.int32)[1::3, 0] = -(2**31)
+    return x, weights, torch.arange(96).view(24, 4) % E
+
+
+def dispatched(rank, group):
+    own = slice(sum(TOKENS[4][:rank]), sum(TOKENS[4][: rank + 1]))
+    return moe.dispatch(*(t[own] for t in hostile()), ep=moe.ExpertParallel(group))
+
+
 def one_rank(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     try:
@@ -77,7 +91,8 @@ def one_rank(rank, folder):
                 local_groups(18, 2, moe.ExpertParallel(three))
             except ContractError as error:
                 refusal = str(error)
-        torch.save({"results": results, "planted": planted, "refusal": refusal}, f"{folder}/{rank}.pt")
+        parts = {"results": results, "planted": planted, "refusal": refusal, "dispatched": dispatched(rank, groups[4])}
+        torch.save(parts, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
 

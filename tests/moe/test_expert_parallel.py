@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal
+from tests.ops.op_checks import same_bits
 
 CASES = [(size, replicated, top_k) for size, ks in ep_worker.TOP_K.items() for replicated in (True, False) for top_k in ks]
 
@@ -75,6 +76,15 @@ def test_a_sum_in_rank_order_would_be_seen(ranks, alone):
 def test_one_ulp_of_one_expert_is_seen(ranks, alone):
     planted = torch.cat([rank["planted"]["fp32"] for rank in ranks])
     assert not bit_equal(planted, alone[8]["fp32"])
+
+
+def test_dispatch_moves_bits(ranks):
+    """Every rank sees every rank's rows, one of which brings none."""
+    for rank in ranks:
+        *found, rows = rank["dispatched"]
+        for got, expected, name in zip(found, ep_worker.hostile(), ("x", "weights", "experts"), strict=True):
+            same_bits(got, expected, name)
+        assert rows == ep_worker.TOKENS[4]
 
 
 def test_a_degree_that_owns_no_subtree_is_refused(ranks):

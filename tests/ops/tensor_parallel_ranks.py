@@ -25,7 +25,7 @@ def main(rank: int, rendezvous: str) -> None:
         for degree in (1, 2, 4):
             groups = [dist.new_group(list(range(first, first + degree))) for first in range(0, WORLD, degree)]
             group, place = groups[rank // degree], rank % degree
-            for check in (row_parallel, planted_ulp, column_parallel, block, token_logprob, refusals):
+            for check in (row_parallel, planted_ulp, column_parallel, block, token_logprob, gathered_bits, owners, refusals):
                 check(group, place, degree)
     finally:
         dist.destroy_process_group()
@@ -137,3 +137,41 @@ def refusals(group, place, degree):
         odd = torch.ones(5, 256 // degree, dtype=torch.bfloat16)
         with pytest.raises(ContractError, match="5 tokens do not divide"):
             matmul.row_parallel_linear(odd, odd, leaves=8, tp=collective.TensorParallel(group, True))
+
+
+def hostile(rows, width):
+    """bf16 bits that a sum, a cast or a flush would change: -0.0, subnormals and NaN payloads among ordinary numbers."""
+    x = torch.randn(rows, width).bfloat16()
+    x.view(torch.int16)[::2, :4] = torch.tensor([-0x8000, 0x0001, 0x7FC5, -0x7FFF], dtype=torch.int16)
+    return x
+
+
+def gathered_bits(group, place, degree):
+    """The input of a column-parallel product travels as bytes; no tokens are none."""
+    whole = hostile(12, 8)
+    for sequence_parallel in (False, True):
+        tp = collective.TensorParallel(group, sequence_parallel)
+        mine = part(whole, place, degree, 0) if sequence_parallel else whole
+        out = collective.column_parallel_input(mine, tp=tp)
+        assert_bit_equal(out, whole, f"gathered, degree {degree}")
+        assert collective.column_parallel_input(whole[:0], tp=tp).shape == (0, 8)
+    with pytest.raises(AssertionError, match="a flipped sign of zero"):
+        assert_bit_equal(out + 0.0, whole, "a flipped sign of zero")
+
+
+def owners(group, place, degree):
+    """A token's row comes from its owner, bit for bit; what others hold is NaN. Its gradient goes back to the owner alone."""
+    whole, owner, seed = hostile(12, 8), torch.arange(12) * 7 % degree, bf16(12, 8)
+    mine = torch.where((owner == place)[:, None], whole.view(torch.int16), 0x7FFF).view(torch.bfloat16)
+    for sequence_parallel in (False, True):
+        tp = collective.TensorParallel(group, sequence_parallel)
+        rows = (lambda t: part(t, place, degree, 0)) if sequence_parallel else (lambda t: t)
+        leaf = mine.clone().requires_grad_()
+        out = collective.rows_of_owners(leaf, owner, tp=tp)
+        assert_bit_equal(out, rows(whole), f"rows of owners, degree {degree}, sequence parallel {sequence_parallel}")
+        (grad,) = gradients(out, leaf, rows(seed))
+        assert_bit_equal(grad, torch.where((owner == place)[:, None], seed, 0.0), "gradient of the owner")
+        assert collective.rows_of_owners(mine[:0], owner[:0], tp=tp).shape == (0, 8)
+    if degree > 1:  # a row from a rank that does not own it would show
+        with pytest.raises(AssertionError, match="another owner"):
+            assert_bit_equal(collective.rows_of_owners(mine, (owner + 1) % degree, tp=tp), rows(whole), "another owner")
