@@ -1,5 +1,7 @@
 """Matrix products of the CPU backend."""
 
+import timeit
+
 import pytest
 import torch
 
@@ -142,3 +144,20 @@ def test_gradients():
     gradients_close(matmul.lm_head, lambda x, w: x @ w.mT, (x[0], w))
     x, w = bf16_values(2, 9, 128).bfloat16(), bf16_values(40, 128).bfloat16()
     gradients_close(lambda x, w, b: matmul.row_parallel_linear(x, w, leaves=8, bias=b), lambda x, w, b: x @ w.mT + b, (x, w, b))
+
+
+def fastest(call, times=5):
+    call()
+    return min(timeit.repeat(call, number=1, repeat=times))
+
+
+def test_a_fixed_order_does_not_cost_an_order_of_magnitude():
+    """Within 10 times of torch's own bf16 linear at M 256, N and K 1024; best of several, and again before it is called slow."""
+    x, w = bf16_values(256, 1024).bfloat16(), bf16_values(1024, 1024).bfloat16()
+    with torch.no_grad():
+        ratios = []
+        while len(ratios) < 3 and min(ratios, default=torch.inf) > 10:
+            ratios.append(fastest(lambda: matmul.linear(x, w)) / fastest(lambda: torch.nn.functional.linear(x, w)))
+        eightfold = fastest(lambda: [matmul.linear(x, w) for _ in range(8)], 2)
+    assert min(ratios) <= 10, f"matmul.linear takes {min(ratios):.1f} times torch's bf16 linear"
+    assert eightfold > 2 * fastest(lambda: matmul.linear(x, w)), "the clock tells a slow product from a fast one"
