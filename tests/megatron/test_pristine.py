@@ -24,23 +24,29 @@ import megatron.core
 from isoexec.ops._core.bits import as_bits
 from isoexec.runtimes.megatron.trainer import PolicyTrainer
 
-model, sequences, out = json.loads(sys.argv[1])
-trainer = PolicyTrainer(model)
+models, sequences, out = json.loads(sys.argv[1])
 
 
-def score():
+def score(trainer):
     return [[as_bits(s.logprobs).tolist(), s.row_digests] for s in trainer.logprobs(sequences, temperature=0.8, with_rows=True)]
 
 
-result = {"file": megatron.core.__file__, "scores": score()}
-step = trainer.train_step(sequences, None, 1.0, packing=[[i] for i in range(len(sequences))])
-result |= {"loss": float(step["loss"]).hex(), "grad_norm": float(step["grad_norm"]).hex()}
-trainer.export_hf(out)
-result["weights"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(out).glob("*.safetensors"))]
-trainer.gpt.decoder.final_layernorm.weight.data[0] *= 1 + 2**-7  # one bf16 ulp
-result["nudged"] = score()
-trainer.close()
-Path(out, "result.json").write_text(json.dumps(result))
+def run(model, out):
+    trainer = PolicyTrainer(model)
+    result = {"scores": score(trainer)}
+    step = trainer.train_step(sequences, None, 1.0, packing=[[i] for i in range(len(sequences))])
+    result |= {"loss": float(step["loss"]).hex(), "grad_norm": float(step["grad_norm"]).hex()}
+    trainer.export_hf(out)
+    result["weights"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(out.glob("*.safetensors"))]
+    trainer.gpt.decoder.final_layernorm.weight.data[0] *= 1 + 2**-7  # one bf16 ulp
+    result["nudged"] = score(trainer)
+    trainer.close()
+    return result
+
+
+results = {name: run(model, Path(out, name)) for name, model in models.items()}
+results["file"] = megatron.core.__file__
+Path(out, "result.json").write_text(json.dumps(results))
 """
 
 
@@ -65,22 +71,32 @@ def _upstream_for_cpu(folder: Path) -> Path:
     return folder
 
 
-def _start(model: str, sequences: list, out: Path, tree: Path | None) -> subprocess.Popen:
+def _start(models: dict[str, str], sequences: list, out: Path, tree: Path | None) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k != "ISOEXEC_CONTRACT"} | {"OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in (tree, ROOT) if path)
     out.mkdir()
-    return subprocess.Popen([sys.executable, "-c", _RUN, json.dumps([model, sequences, str(out)])], env=environment)
+    return subprocess.Popen([sys.executable, "-c", _RUN, json.dumps([models, sequences, str(out)])], env=environment)
 
 
-def test_without_a_contract_it_is_upstream(model_folder, sequences, tmp_path):
-    tree = _upstream_for_cpu(tmp_path / "tree")
-    processes = {name: _start(model_folder, sequences, tmp_path / name, of) for name, of in (("patched", None), ("upstream", tree))}
+@pytest.fixture(scope="module")
+def results(model_folder, checkpoint_of, sequences, tmp_path_factory):
+    """What the patched and upstream's tree compute, by architecture. One process each: importing Megatron costs more than a model."""
+    folder = tmp_path_factory.mktemp("pristine")
+    models = {"Qwen3ForCausalLM": model_folder, "Qwen3MoeForCausalLM": checkpoint_of("Qwen3MoeForCausalLM")[0]}
+    tree = _upstream_for_cpu(folder / "tree")
+    processes = {name: _start(models, sequences, folder / name, of) for name, of in (("patched", None), ("upstream", tree))}
     try:
         assert all(process.wait(timeout=500) == 0 for process in processes.values())
     finally:
         for process in processes.values():
             process.kill()
-    patched, upstream = (json.loads((tmp_path / name / "result.json").read_text()) for name in processes)
-    assert upstream.pop("file").startswith(str(tree)) and not patched.pop("file").startswith(str(tree))
-    assert patched == upstream and len(patched["scores"]) == len(sequences)
+    patched, upstream = (json.loads((folder / name / "result.json").read_text()) for name in processes)
+    assert upstream["file"].startswith(str(tree)) and not patched["file"].startswith(str(tree))
+    return patched, upstream
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_without_a_contract_it_is_upstream(results, sequences, architecture):
+    patched, upstream = (result[architecture] for result in results)
+    assert patched == upstream and len(patched["scores"]) == len(sequences) and patched["weights"]
     assert all(a[1] != b[1] for a, b in zip(patched["scores"], patched["nudged"]))  # a last bit would have shown
