@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from isoexec.contract import ContractError
 from isoexec.ops._core.bits import assert_bit_equal
 from isoexec.runtimes.megatron import checkpoint, hf_files, mapping
+from tests.ops.op_checks import same_bits
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_layouts_are_inverse_to_each_other(tied, ranks):
         parts = [entry.shard(whole, rank, ranks) for rank in range(ranks)]
         back = parts[0] if entry.unshard is None else entry.unshard(parts)
         for found, expected in zip(entry.split(back), tensors, strict=True):
-            assert_bit_equal(found.contiguous(), expected, entry.name)
+            same_bits(found.contiguous(), expected, entry.name)
 
 
 def test_grouped_rows_split_as_the_layer_splits_the_product():
