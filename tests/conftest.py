@@ -37,6 +37,7 @@ def _poisoned_memory(request):
 _SHARING = ("engine", "megatron")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """Where the suite runs in several processes (``-n``), what shares costly fixtures stays in one."""
     tests = Path(__file__).parent
