@@ -21,7 +21,7 @@ build: ## trees, patches and environment in build/<backend>/ (again: only what c
 	@scripts/build --backend $(BACKEND)
 
 test: build patches-check ## the test suite, in the built environment (ARGS= goes to pytest, WORKERS=2 processes)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(bin)/python -m pytest -n $(or $(WORKERS),2) --dist loadgroup $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(bin)/python -m pytest -n $(or $(WORKERS),2) --dist loadfile $(ARGS)
 
 verify-logprobs: build ## both runtimes on the same tokens: logprobs must be equal, bit for bit (MODEL=, FULL=1, ARGS=)
 	@$(bin)/isoexec verify $(if $(MODEL),--model "$(MODEL)") $(if $(filter-out 0,$(FULL)),--full) $(ARGS)

@@ -31,16 +31,3 @@ def _poisoned_memory(request):
     yield
     torch.set_deterministic_debug_mode(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
-
-
-#: Areas whose tests share engines or models: one process each. Elsewhere a file is what stays together.
-_SHARING = ("engine", "megatron")
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items):
-    """Where the suite runs in several processes (``-n``), what shares costly fixtures stays in one."""
-    tests = Path(__file__).parent
-    for item in items:
-        area, *rest = item.path.relative_to(tests).parts
-        item.add_marker(pytest.mark.xdist_group(area if area in _SHARING or not rest else f"{area}/{item.path.stem}"))
