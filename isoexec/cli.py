@@ -25,7 +25,7 @@ from isoexec.contract import (
 )
 from isoexec.contract.canonical import LARGEST_TEXT, parse_json
 from isoexec.contract.identity import PARTS, advice
-from isoexec.contract.types import BACKENDS
+from isoexec.contract.types import BACKENDS, GDN_FORMS
 from isoexec.verify.trace.command import add_verbs as add_trace_verbs
 
 
@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--plant-ulp", action="store_true", help="self-test: move one weight of the trainer's copy by one ulp; exit status 1 is expected"
     )
+    _add_numerics(verify)
     verify.set_defaults(run=_verify)
 
     audit = verbs.add_parser(
@@ -95,6 +96,7 @@ def _add_contract(contract) -> None:
     build.add_argument("--backend", required=True, choices=BACKENDS)
     build.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
     build.add_argument("--device", metavar="ARCH", help="device architecture, e.g. sm_90 (default: this machine's)")
+    _add_numerics(build)
     build.add_argument(
         "--no-composition", action="store_true", help="pin no implementation; the processes are compared with each other only"
     )
@@ -121,6 +123,16 @@ def _add_contract(contract) -> None:
         verb.set_defaults(run=run)
 
 
+def _add_numerics(parser) -> None:
+    parser.add_argument("--gdn-form", choices=GDN_FORMS, help="form of the Gated DeltaNet core (docs/gdn.md)")
+    parser.add_argument("--gdn-chunk", type=int, metavar="C", help="tokens of a Gated DeltaNet chunk, a power of two")
+
+
+def _numerics(options) -> dict:
+    """Constants that the command line names."""
+    return {name: value for name in ("gdn_form", "gdn_chunk") if (value := getattr(options, name)) is not None}
+
+
 def _verify(options) -> int:
     from isoexec.verify.run import make_options, verify
 
@@ -133,6 +145,7 @@ def _verify(options) -> int:
             timeout=options.timeout,
             prompts=options.prompts,
             tokens=options.tokens,
+            numerics=_numerics(options),
         )
     )
 
@@ -175,7 +188,7 @@ def _train(options) -> int:
 
 
 def _contract_build(options) -> int:
-    contract = contract_for_model(options.model, options.backend)
+    contract = contract_for_model(options.model, options.backend, **_numerics(options))
     if not options.no_composition:
         from isoexec.runtimes import compose
 

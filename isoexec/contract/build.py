@@ -71,19 +71,22 @@ def read_config(folder) -> dict:
     return config
 
 
-def contract_for_model(folder, backend: str) -> ExecutionContract:
+def contract_for_model(folder, backend: str, **numerics) -> ExecutionContract:
     """A contract with the default constants, fitted to the model's sizes: as many row leaves and expert groups, up to 8, as they allow.
 
+    Args:
+        numerics: constants of :class:`Numerics` that are to differ from that.
+
     Raises:
-        ContractError: see :func:`read_config`; or a width that no number of leaves divides.
+        ContractError: see :func:`read_config`; or a width that no number of leaves divides; or a constant that is not allowed.
     """
     config = read_config(folder)
     text = config.get("text_config", config)
     # The name depends on the family, and on the release that wrote the file.
     experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts")
     groups = combine_groups_for(experts) if experts else Numerics().combine_groups
-    numerics = Numerics(row_leaves=_row_leaves(text), combine_groups=groups)
-    return ExecutionContract(config["architectures"][0], backend, numerics, model=model_digest(config))
+    constants = Numerics(**({"row_leaves": _row_leaves(text), "combine_groups": groups} | numerics))
+    return ExecutionContract(config["architectures"][0], backend, constants, model=model_digest(config))
 
 
 def model_digest(config: dict) -> str:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, contract_for_model, read_config
+from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, Numerics, contract_for_model, read_config
 from isoexec.verify.accuracy import Accuracy, measure
 from isoexec.verify.arm import FIRST_WEIGHTS, ArmRun, ModelUnderTest
 from isoexec.verify.compare import Comparison
@@ -44,6 +44,7 @@ class Options:
         later_plan: what to run on the others that are made.
         plant: move one weight of the isoexec trainer's copy by one ulp; the run must then report differences.
         timeout: seconds in which a worker must answer.
+        numerics: constants of the contract that are not its defaults.
     """
 
     model: Path | None
@@ -52,10 +53,19 @@ class Options:
     later_plan: Plan
     plant: bool = False
     timeout: float = 600.0
+    numerics: dict = dataclasses.field(default_factory=dict)
 
 
 def make_options(
-    model: str | None, out: str, *, full: bool, plant: bool, timeout: float, prompts: int | None = None, tokens: int | None = None
+    model: str | None,
+    out: str,
+    *,
+    full: bool,
+    plant: bool,
+    timeout: float,
+    prompts: int | None = None,
+    tokens: int | None = None,
+    numerics: dict | None = None,
 ) -> Options:
     """Check the inputs before anything is started.
 
@@ -70,8 +80,9 @@ def make_options(
     for name, value, least in (("prompts", prompts, 16), ("tokens", tokens, 8)):
         if value is not None and value < least:
             raise ContractError(f"--{name} {value}: expected at least {least}, else settings do not exercise what they claim")
+    Numerics(**(numerics or {}))
     check_backend()
-    return Options(folder, Path(out), plan.limited(prompts, tokens), later_plan.limited(prompts, tokens), plant, timeout)
+    return Options(folder, Path(out), plan.limited(prompts, tokens), later_plan.limited(prompts, tokens), plant, timeout, numerics or {})
 
 
 def check_backend() -> None:
@@ -158,7 +169,7 @@ class _Run:
 
     def _start_workers(self) -> None:
         model = self._options.model
-        contract = _contract_of(model) if model else ExecutionContract(ARCHITECTURES[0], BACKEND)
+        contract = _contract_of(model, self._options.numerics) if model else ExecutionContract(ARCHITECTURES[0], BACKEND)
         first_contract = self._work / "first.contract.json"  # each model's own is named when it is opened
         first_contract.write_text(contract.to_json(), encoding="utf-8")
         self._reference = self._group.start("reference", "isoexec.verify.reference_worker", worker_environment(None))
@@ -214,7 +225,7 @@ class _Run:
     def _describe(self, folder: Path) -> ModelUnderTest:
         config = check_model(folder)
         contract = self._work / f"{folder.name}.contract.json"
-        contract.write_text(_contract_of(folder).to_json(), encoding="utf-8")
+        contract.write_text(_contract_of(folder, self._options.numerics).to_json(), encoding="utf-8")
         planted = self._work / f"{folder.name}-planted"
         weight = plant_ulp(folder, planted)
         if self._options.plant:
@@ -303,11 +314,11 @@ def check_model(folder: Path) -> dict:
     return config
 
 
-def _contract_of(folder: Path) -> ExecutionContract:
+def _contract_of(folder: Path, numerics: dict) -> ExecutionContract:
     """The contract of a checkpoint, pinned to the ops of this installation: the workers refuse to run others."""
     from isoexec.runtimes.compose import composed  # imports torch, which bad input has no need of
 
-    return composed(contract_for_model(folder, BACKEND))
+    return composed(contract_for_model(folder, BACKEND, **numerics))
 
 
 def _finite(numbers: dict) -> dict:

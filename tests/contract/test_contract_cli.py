@@ -35,6 +35,19 @@ def edited(file, old, new):
     return other
 
 
+def test_the_form_of_gated_deltanet_is_chosen(contract, tmp_path, capsys):
+    build = ["contract", "build", "--model", str(contract[1]), "--backend", "cpu", "-o", str(tmp_path / "cpr.json"), "--no-composition"]
+    assert main([*build, "--gdn-form", "cpr", "--gdn-chunk", "64"]) == 0
+    numerics = json.loads((tmp_path / "cpr.json").read_text())["numerics"]
+    assert (numerics["gdn_form"], numerics["gdn_chunk"]) == ("cpr", 64)
+    assert json.loads(contract[0].read_text())["numerics"]["gdn_form"] == "cpr_wy"
+    capsys.readouterr()
+    assert main([*build, "--gdn-chunk", "24"]) == 2
+    assert "numerics.gdn_chunk: expected a power of two, found 24" in capsys.readouterr().err
+    assert main(["verify", "--gdn-chunk", "24", "--out", str(tmp_path / "out")]) == 2
+    assert "numerics.gdn_chunk: expected a power of two, found 24" in capsys.readouterr().err
+
+
 def test_show(contract, capsys):
     capsys.readouterr()
     assert main(["contract", "show", str(contract[0])]) == 0
