@@ -171,15 +171,18 @@ def test_refused_block_size(made, monkeypatch, open_engine):
         MetadataBuilder(SimpleNamespace(block_size=24), [], config, torch.device("cpu"))
 
 
-def test_refused_form(made):
-    """The recurrent form has no GPU implementation: said before a model is loaded."""
-    from isoexec.runtimes.vllm import settings
+def test_refused_form(monkeypatch):
+    """A form that the op library does not implement on the backend is refused before a model is loaded; both are implemented on both."""
+    from isoexec.runtimes.vllm import gdn, settings
 
-    contract = ExecutionContract("Qwen3_5ForCausalLM", "cuda", Numerics(gdn_form="cpr"))
     text_config = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
-    with pytest.raises(ContractError, match="numerics.gdn_form: expected 'cpr_wy' on cuda, found 'cpr'"):
+    contracts = [ExecutionContract("Qwen3_5ForCausalLM", backend, Numerics(gdn_form="cpr")) for backend in ("cpu", "cuda")]
+    for contract in contracts:
         settings._check_numerics(contract, text_config)
-    settings._check_numerics(ExecutionContract("Qwen3_5ForCausalLM", "cpu", Numerics(gdn_form="cpr")), text_config)
+    monkeypatch.delitem(gdn.FORMS, "cpr")
+    for contract in contracts:
+        with pytest.raises(ContractError, match=f"numerics.gdn_form: expected 'cpr_wy' on {contract.backend}, found 'cpr'"):
+            settings._check_numerics(contract, text_config)
 
 
 def test_refused_decay_in_bf16(open_engine):
