@@ -151,7 +151,7 @@ class Plan:
 
 #: An odd budget: no chunk boundary but the first falls on a block or chunk length.
 CHUNK_BUDGET = 100
-#: The first falls within the first eight tokens of a batch, when few requests have finished; the second within the first chunks or later.
+#: With prompts prefilled in a few steps, the first falls within the first eight new tokens, the second among later ones.
 EVICT_AT = (6, 20)
 
 WHOLE = EngineShape("whole")
