@@ -31,6 +31,14 @@ def test_uv_folder(tmp_path):
     assert found.stdout.strip().endswith("cpython-3.12.9-linux-x86_64-gnu/bin/python3.12"), found.stderr
 
 
+def test_on_path_where_no_usual_place_has_it(tmp_path):
+    fake(tmp_path / "bin" / "python3", "3.12")
+    usual = [f"{folder}/python3.12" for folder in ("/opt/python/cp312-cp312/bin", "/usr/local/bin", "/usr/bin")]
+    usual = [path for path in usual if os.path.exists(path)]
+    found = find({"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)})
+    assert found.stdout.strip() == (usual or [str(tmp_path / "bin" / "python3")])[0], found.stderr
+
+
 def test_wrong_python_is_one_message(tmp_path):
     fake(tmp_path / "bin" / "python3", "3.11")
     found = find({**os.environ, "ISOEXEC_PYTHON": str(tmp_path / "bin" / "python3")})

@@ -17,6 +17,20 @@ def test_second_run_does_nothing(house):
     assert "nothing to do" in house.build()
 
 
+@pytest.mark.parametrize("says, backend", [("GPU 0: NVIDIA H200", "cuda"), ("No devices were found", "cpu")])
+def test_the_backend_is_the_machines(empty_house, tmp_path, says, backend):
+    """Unless one is named: what the driver's tool lists decides, and where there is a driver without it, that there is one."""
+    if backend == "cpu" and os.path.exists("/proc/driver/nvidia/gpus"):
+        pytest.skip("this machine has a GPU")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\necho "{says}"\n')
+    tool.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert empty_house.tool("build", "--which", env=path) == f"{backend}\n"
+    other = {"cuda": "cpu", "cpu": "cuda"}[backend]
+    assert empty_house.tool("build", "--backend", other, "--which", env=path) == f"{other}\n"
+
+
 STEPS = ("vendor.fill", "install.create_environment", "build.initialise", "build.apply_series", "trees._apply", "install.install_editable")
 
 

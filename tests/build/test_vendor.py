@@ -1,5 +1,6 @@
 """Where upstream's files come from, and that only the pinned ones are ever used."""
 
+import copy
 import errno
 import hashlib
 import http.server
@@ -14,6 +15,7 @@ import pytest
 
 import index
 from common import Stop
+from house import MODULE
 
 CONTENT = bytes(range(256)) * 8192  # 2 MiB: several reads
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -79,6 +81,50 @@ def test_a_submodule_at_the_pinned_commit_serves(empty_house):
     empty_house.build()
     assert "return x + 8" in (empty_house.tree() / "skyrl/module.py").read_text()
     assert not (folder / "FILLED-FROM-ARCHIVE").exists()
+
+
+def test_a_clone_with_its_submodules_asks_for_no_archive(empty_house, tmp_path):
+    """`git clone --recurse-submodules`, each submodule from a bare repository of its release: what git filled is built, as it is."""
+    root, links = empty_house.root, {}
+
+    def git(folder, *words):
+        options = ("-c", "user.name=a", "-c", "user.email=a@example.invalid", "-c", "protocol.file.allow=always")
+        return subprocess.run(["git", *options, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+    git(root, "init", "-q")
+    pins = root / "third_party" / "pins.toml"
+    for tree in ("vllm", "megatron", "skyrl"):
+        archive = empty_house.archives / f"{tree}-1.0.tar.gz"
+        shutil.unpack_archive(archive, tmp_path, filter="data")
+        archive.unlink()
+        release = tmp_path / f"{tree}-1.0"
+        shutil.rmtree(release / f"{tree}.egg-info")  # which a release's archive has and its commit does not
+        git(release, "init", "-q")
+        git(release, "add", "--all", "--force")
+        git(release, "commit", "-qm", "release")
+        git(tmp_path, "clone", "-q", "--bare", release, f"{tree}.git")
+        links[tree] = git(release, "rev-parse", "HEAD").strip()
+        head, found, tail = pins.read_text().partition(f"[tree.{tree}]")
+        pins.write_text(head + found + tail.replace("0" * 40, links[tree], 1))
+        git(root, "config", "-f", ".gitmodules", f"submodule.third_party/{tree}.path", f"third_party/{tree}")
+        git(root, "config", "-f", ".gitmodules", f"submodule.third_party/{tree}.url", str(tmp_path / f"{tree}.git"))
+        git(root, "update-index", "--add", "--cacheinfo", f"160000,{links[tree]},third_party/{tree}")
+    (root / ".gitignore").write_text("/build/\n/.cache/\n")
+    git(root, "add", ".gitignore", ".gitmodules", "scripts", "requirements", "pyproject.toml", "third_party/pins.toml")
+    git(root, "commit", "-qm", "house")
+
+    git(tmp_path, "clone", "-q", "--recurse-submodules", root, "clone")
+    clone = copy.copy(empty_house)
+    clone.root = tmp_path / "clone"
+    said = clone.build()
+    assert "fetching" not in said and "nothing to do" in clone.build()
+    for tree, commit in links.items():
+        assert (clone.tree(tree) / tree / "module.py").read_text() == MODULE
+        folder = clone.root / "third_party" / tree
+        assert git(folder, "rev-parse", "HEAD").strip() == commit and git(folder, "status", "--porcelain", "--ignored") == ""
+    assert git(clone.root, "status", "--porcelain") == ""
+    states = {line[:41] for line in git(clone.root, "submodule", "status").splitlines()}
+    assert states == {f" {commit}" for commit in links.values()}  # " ": checked out at the recorded commit
 
 
 def test_filled_folders_leave_git_clean(empty_house):
