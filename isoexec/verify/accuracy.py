@@ -11,6 +11,8 @@ from isoexec.verify.protocol import from_bits
 
 #: How much larger than the native trainer's error isoexec's may be.
 ACCURACY_BOUND = 1.1
+#: Fewer tokens are not judged: on a router's near ties the errors are heavy-tailed, and the ratio of two arms moves by a fifth over 500 tokens.
+LEAST_TOKENS = 2000
 
 #: (weights, sequences as [prompt, generated tokens], temperature) -> fp32 bit patterns of the generated tokens' logprobs, by sequence.
 Score = Callable[[str, list[list[list[int]]], float], list[list[int]]]
@@ -27,6 +29,11 @@ class Accuracy:
     tokens: int
     isoexec: float
     native: float
+
+    @property
+    def judged(self) -> bool:
+        """Whether the errors say something: over :data:`LEAST_TOKENS` or more, or because one is not finite."""
+        return self.tokens >= LEAST_TOKENS or not math.isfinite(self.isoexec + self.native)
 
     @property
     def enough(self) -> bool:

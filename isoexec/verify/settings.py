@@ -157,6 +157,7 @@ EVICT_AT = (6, 20)
 WHOLE = EngineShape("whole")
 CHUNKED = EngineShape("chunked", max_num_batched_tokens=CHUNK_BUDGET)
 PREFIX = EngineShape("prefix", enable_prefix_caching=True)
+CHUNKED_PREFIX = EngineShape("chunked prefix", max_num_batched_tokens=CHUNK_BUDGET, enable_prefix_caching=True)
 
 
 def quick_plan() -> Plan:
@@ -213,6 +214,7 @@ def full_plan() -> Plan:
         (WHOLE, ()),
         *((shape, ("chunked_prompts",)) for shape in chunked),
         (PREFIX, ()),
+        (CHUNKED_PREFIX, ("chunked_prompts",)),
     )
     return Plan(engines=tuple(_full_run(shape, evidence) for shape, evidence in shapes), prompt_count=64, train_on="whole", every_native_scoring=True)
 
@@ -228,9 +230,9 @@ def _full_run(shape: EngineShape, evidence: tuple[str, ...]) -> EngineRun:
         before.append(Setting(f"{shape.name}, preempted{suffix}", **evicted))
         if shape is WHOLE:
             before.append(Setting(f"one at a time{suffix}", prompts=8, one_at_a_time=True, **common))
-        if shape is PREFIX:
+        if shape.enable_prefix_caching:
             cached = dict(common, evidence=("cached_tokens",))
             for settings, when in ((before, ""), (after, ", after sync")):
-                settings.append(Setting(f"prefix, warm{when}{suffix}", **cached))
-                settings.append(Setting(f"prefix, permuted{when}{suffix}", permuted=True, **cached))
+                settings.append(Setting(f"{shape.name}, warm{when}{suffix}", **cached))
+                settings.append(Setting(f"{shape.name}, permuted{when}{suffix}", permuted=True, **cached))
     return EngineRun(shape, tuple(before), tuple(after))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from isoexec.verify.accuracy import ACCURACY_BOUND, Accuracy
+from isoexec.verify.accuracy import ACCURACY_BOUND, LEAST_TOKENS, Accuracy
 from isoexec.verify.arm import ModelUnderTest, Sample
 from isoexec.verify.compare import Comparison, disagreements
 from isoexec.verify.settings import EVIDENCE
@@ -63,10 +63,14 @@ class Verdict:
         for line in disagreements(_by_request(samples.get("isoexec", []))):
             self.differences.append(f"{name}: isoexec: {line}")
         if errors is not None and not errors.enough:
-            self.differences.append(
+            line = (
                 f"{name}: mean |logprob - HF fp32| of isoexec is {errors.isoexec:.3e}, more than {ACCURACY_BOUND} times the native trainer's "
                 f"{errors.native:.3e} on the same {errors.tokens} tokens"
             )
+            if errors.judged:
+                self.differences.append(line)
+            else:
+                self.warnings.append(f"{line}; not judged, which takes {LEAST_TOKENS}")
 
     def _judge_isoexec(self, c: Comparison) -> None:
         if not c.finite:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isoexec.verify.accuracy import Accuracy, accuracy, measure, rollouts
+from isoexec.verify.accuracy import LEAST_TOKENS, Accuracy, accuracy, measure, rollouts
 from isoexec.verify.arm import Sample
 from isoexec.verify.compare import Scored
 from isoexec.verify.protocol import to_bits
@@ -28,6 +28,11 @@ def test_bound():
     assert Accuracy(9, 1.1e-2, 1.0001e-2).enough and not Accuracy(9, 1.11e-2, 1e-2).enough
     nan = float("nan")
     assert not any(Accuracy(9, *errors).enough for errors in ((nan, 1e-2), (1e-2, nan), (float("inf"), float("inf"))))
+
+
+def test_few_tokens_are_not_judged_unless_an_error_is_not_finite():
+    assert Accuracy(LEAST_TOKENS, 2e-2, 1e-2).judged and not Accuracy(LEAST_TOKENS - 1, 2e-2, 1e-2).judged
+    assert Accuracy(9, float("nan"), 1e-2).judged and Accuracy(9, 1e-2, float("inf")).judged
 
 
 def test_a_request_counts_once_at_its_longest():

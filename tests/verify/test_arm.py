@@ -7,7 +7,7 @@ from fakes import FakeEngine, FakeTrainer
 
 from isoexec.contract import ContractError, ExecutionContract
 from isoexec.verify.arm import ArmRun, ModelUnderTest
-from isoexec.verify.accuracy import Accuracy
+from isoexec.verify.accuracy import LEAST_TOKENS, Accuracy
 from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import OperationFailed, WorkerError, WorkerGroup, WorkerRefused
 from isoexec.verify.report import table
@@ -228,8 +228,10 @@ def test_equal_native_arm_is_a_warning(model, tmp_path):
 
 def test_consistent_but_wrong_is_no_pass(model, tmp_path):
     run, comparisons = run_arm(model, tmp_path)
-    assert judge(run, comparisons, Accuracy(9, isoexec=1e-2, native=1e-2)).status == EQUAL
-    assert judge(run, comparisons, Accuracy(9, isoexec=1.2e-2, native=1e-2)).status == DIFFERENT
+    assert judge(run, comparisons, Accuracy(LEAST_TOKENS, isoexec=1e-2, native=1e-2)).status == EQUAL
+    assert judge(run, comparisons, Accuracy(LEAST_TOKENS, isoexec=1.2e-2, native=1e-2)).status == DIFFERENT
+    few = judge(run, comparisons, Accuracy(9, isoexec=1.2e-2, native=1e-2))
+    assert few.status == EQUAL and "not judged" in few.warnings[0]
 
 
 def test_a_trainer_scores_what_another_arm_sampled(model, tmp_path):
