@@ -56,6 +56,13 @@ def test_full_plan_has_every_pair():
     settings = every_setting(full_plan())
     assert len(settings) > 2 * len(every_setting(quick_plan()))
     assert all({scoring.recompute for scoring in s.scorings} == {True, False} for s in settings)
+    shapes = [run.shape for run in full_plan().engines]
+    assert any(shape.enable_prefix_caching and shape.max_num_batched_tokens % 64 for shape in shapes), "hits that move the cuts of chunks"
+    for run in full_plan().engines:  # every engine at both temperatures, before a sync and after it
+        assert {s.temperature for s in run.before} == {s.temperature for s in run.after_sync} == {1.0, 0.7}
+        if run.shape.enable_prefix_caching:
+            for part in (run.before, run.after_sync):
+                assert {"warm", "permuted"} <= {word for s in part if "cached_tokens" in s.evidence for word in s.name.split(", ")}
 
 
 def test_made_architectures_have_every_kind_of_layer():
