@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import importlib.metadata
 import subprocess
 from pathlib import Path
 
@@ -58,16 +59,17 @@ class Table:
     Args:
         path: of the table.
         commit: of the measured tree, where git is not at hand.
+        packages: distributions on the native side, whose versions are noted where they are installed.
     """
 
-    def __init__(self, path=PATH, commit: str = ""):
+    def __init__(self, path=PATH, commit: str = "", packages: tuple[str, ...] = ()):
         import torch
         import triton
 
         self.path, self.rows = Path(path), []
         self.stamp = dict(
             device=torch.cuda.get_device_name(),
-            versions=f"torch {torch.__version__}, triton {triton.__version__}",
+            versions=", ".join([f"torch {torch.__version__}", f"triton {triton.__version__}", *_versions(packages)]),
             commit=commit or _head(),
             date=datetime.date.today().isoformat(),
         )
@@ -98,6 +100,14 @@ def need_gpu() -> None:
 
     if not torch.cuda.is_available():
         raise SystemExit("bench: no NVIDIA GPU is visible here. The times compare GPU kernels; run this on a GPU host. bench/results.csv is unchanged.")
+
+
+def _versions(packages):
+    for name in packages:
+        try:
+            yield f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
 
 
 def _head() -> str:

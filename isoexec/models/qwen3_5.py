@@ -137,11 +137,16 @@ def gdn_block(x_TD, mixer: GatedDeltaNet, convolve, mix, numerics: Numerics, tp=
     """
     x_TD = collective.column_parallel_input(x_TD, tp=tp)
     qkv_TC, z_TJV, b_TJ, a_TJ = mixer.split(*(matmul.linear(x_TD, weight) for weight in mixer.in_proj))
+    o_TJV = gdn_mixer(qkv_TC, z_TJV, b_TJ, a_TJ, mixer, convolve, mix)
+    return matmul.row_parallel_linear(o_TJV.flatten(1), mixer.out_proj, leaves=numerics.row_leaves, tp=tp)
+
+
+def gdn_mixer(qkv_TC, z_TJV, b_TJ, a_TJ, mixer: GatedDeltaNet, convolve, mix) -> Tensor:
+    """What of :func:`gdn_block` lies between the projections -> [T, J, V]; ``mixer`` without its projections will do."""
     q_THK, k_THK, v_TJV = split_heads(convolve(qkv_TC, mixer.conv), mixer)
     g_TJ, beta_TJ = gdn.gating(a_TJ, b_TJ, mixer.A_log, mixer.dt_bias)
     o_TJV = mix(gdn.l2norm(q_THK), gdn.l2norm(k_THK), v_TJV, g_TJ, beta_TJ)
-    o_TJV = norm.gated_rms_norm(o_TJV, z_TJV, mixer.norm, mixer.eps)
-    return matmul.row_parallel_linear(o_TJV.flatten(1), mixer.out_proj, leaves=numerics.row_leaves, tp=tp)
+    return norm.gated_rms_norm(o_TJV, z_TJV, mixer.norm, mixer.eps)
 
 
 def split_heads(qkv_TC: Tensor, mixer: GatedDeltaNet) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,16 +59,16 @@ PROOFS = {
     "sampling": Proof(("tests/ops/test_sampling_cpu.py",), ("tests/gpu/test_sampling.py",)),
     "gdn_edges": Proof(("tests/gdn/test_edges_cpu.py",), ("tests/gdn/test_gpu.py",)),
     "gdn_conv": Proof(
-        ("tests/gdn/test_edges_cpu.py",), ("tests/gdn/test_edges_cpu.py",), (), "twin",
-        ("tests/gdn/test_edges_cpu.py::test_conv_steps_equal_sequence",) * 2,
+        ("tests/gdn/test_edges_cpu.py",), ("tests/gdn/test_gpu.py",), (), "twin",
+        ("tests/gdn/test_edges_cpu.py::test_conv_steps_equal_sequence", "tests/gdn/test_gpu.py::test_gate"),
     ),
     "gdn_core.cpr_wy": Proof(
         ("tests/gdn/test_core_cpu.py",), ("tests/gdn/test_gpu.py",), ("gdn_chunk",), "equivalence",
         ("tests/gdn/test_core_cpu.py::test_single_steps_equal_one_shot", "tests/gdn/test_gpu.py::test_gate"),
     ),
     "gdn_core.cpr": Proof(
-        ("tests/gdn/test_cpr_cpu.py",), (), ("gdn_chunk",), "equivalence",
-        ("tests/gdn/test_cpr_cpu.py::test_single_steps_equal_one_shot", ""),
+        ("tests/gdn/test_cpr_cpu.py",), ("tests/gdn/test_gpu.py",), ("gdn_chunk",), "equivalence",
+        ("tests/gdn/test_cpr_cpu.py::test_single_steps_equal_one_shot", "tests/gdn/test_gpu.py::test_gate"),
     ),
     "router": Proof(("tests/moe/test_router.py",), _MOE),
     "experts": Proof(("tests/moe/test_experts.py", "tests/moe/test_combine.py"), _MOE, ("combine_groups",)),

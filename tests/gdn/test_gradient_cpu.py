@@ -5,26 +5,8 @@ import torch
 
 from isoexec.ops import gdn
 from tests.gdn.cases import inputs, one_shot
+from tests.gdn.gradient_cases import NAMES, recurrence_gradients
 from tests.ops.op_checks import same_bits
-
-
-def recurrence_grad(x, lengths, weight):
-    """fp64 autograd, token by token."""
-    x64 = [t.double().requires_grad_() for t in x]
-    q, k, v, g, beta = x64
-    repeat = v.shape[1] // q.shape[1]
-    q, k = q.repeat_interleave(repeat, 1), k.repeat_interleave(repeat, 1)
-    outputs, first = [], 0
-    for length in lengths:
-        S = torch.zeros(v.shape[1], v.shape[2], q.shape[2], dtype=torch.float64)
-        for t in range(first, first + length):
-            S = S * g[t].exp()[:, None, None]
-            u = beta[t][:, None] * (v[t] - (S @ k[t][..., None])[..., 0])
-            S = S + u[..., None] * k[t][:, None, :]
-            outputs.append(q.shape[-1] ** -0.5 * (S @ q[t][..., None])[..., 0])
-        first += length
-    o = torch.stack(outputs)
-    return torch.autograd.grad((o * weight.double()).sum(), x64)
 
 
 @pytest.mark.parametrize("form", sorted(gdn.POOLS))
@@ -36,13 +18,13 @@ def test_gradients_against_fp64_autograd(form, lengths):
     grads = torch.autograd.grad((one_shot(leaves, lengths, form=form) * weight).sum(), leaves)
 
     def check(exact):
-        for name, ours, e in zip("q k v g beta".split(), grads, exact, strict=True):
+        for name, ours, e in zip(NAMES, grads, exact, strict=True):
             bound = 3e-3 if ours.dtype == torch.bfloat16 else 1e-5
             assert float((ours.double() - e).norm()) <= bound * float(e.norm()), name  # a single token's decay has no effect: exactly zero
 
-    check(recurrence_grad(x, lengths, weight))
+    check(recurrence_gradients(x, lengths, weight))
     with pytest.raises(AssertionError, match="^q"):  # a scale that is 1 percent off is another gradient
-        check(recurrence_grad(x, lengths, weight * 1.01))
+        check(recurrence_gradients(x, lengths, weight * 1.01))
 
 
 def test_two_backward_runs_are_equal():

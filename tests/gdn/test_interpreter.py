@@ -45,14 +45,26 @@ damaged.finish()
 assert not bit_equal(damaged.o, base)
 """
 
+EMPTY = """
+nothing, none = [t[:0] for t in inputs([1])], torch.zeros(0, dtype=torch.int32)
+for lengths in ([], [0]):
+    leaves = [t.clone().requires_grad_() for t in nothing]
+    out = gdn.cpr_wy(*leaves, gdn.Plan(lengths, 16))
+    assert out.shape == (0, 2, 32)
+    assert [g.shape for g in torch.autograd.grad(out, leaves, nothing[2])] == [t.shape for t in nothing]
+    slots = torch.zeros(len(lengths), dtype=torch.int32)
+    assert gdn.cpr_wy_prefill(*nothing, gdn.Plan(lengths, 16, [5] * len(lengths)), dirty_pool(1), slots).shape == (0, 2, 32)
+assert gdn.cpr_wy_decode(*nothing, dirty_pool(1), none, none).shape == (0, 2, 32)
+"""
+
 GRADIENT = """
-from tests.gdn.test_gradient_cpu import recurrence_grad
+from tests.gdn.gradient_cases import recurrence_gradients
 lengths = [0, 70]
 x = inputs(lengths)
 weight = torch.randn(x[2].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
 leaves = [t.clone().requires_grad_() for t in x]
 grads = torch.autograd.grad(gdn.cpr_wy(*leaves, gdn.Plan(lengths, 16)), leaves, weight)
-for ours, exact in zip(grads, recurrence_grad(x, lengths, weight)):
+for ours, exact in zip(grads, recurrence_gradients(x, lengths, weight)):
     assert relative(ours, exact) < 1e-2
 """
 
@@ -161,7 +173,7 @@ damaged.finish()
 assert not bit_equal(damaged.o, base)
 """
 
-BODIES = {"core, step": CORE + STEP, "gradient, edges": GRADIENT + EDGES + EDGES_GRADIENT, "cpr": CPR}
+BODIES = {"core, step": CORE + STEP, "gradient, edges": GRADIENT + EDGES + EDGES_GRADIENT, "cpr, empty": CPR + EMPTY}
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from pathlib import Path
 
 from isoexec.contract import ContractError
 
-# (kernel, C) -> settings. Measured on sm_90 (bench/gdn.py --sweep). BV: rows of V a program owns.
+# (kernel, C, or "any" where C does not matter) -> settings. Measured on sm_90 (bench/gdn.py --sweep). BV: rows of V a program owns; rows:
+# tokens of a tile; channels: of a program, halved until they divide; steps: tiles of a program.
 TABLE: dict[str, dict[str, dict[str, int]]] = {
     "prepass": {"16": {"num_warps": 1}, "32": {"num_warps": 2}, "64": {"num_warps": 4}},
     "chain": {
@@ -17,7 +19,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "64": {"BV": 64, "num_warps": 4, "stages": 2},
     },
     "chain_narrow": {  # few (sequence, head) pairs: smaller slices of V shorten a step
-        "16": {"BV": 16, "num_warps": 1, "stages": 3, "unroll": 4},
+        "16": {"BV": 16, "num_warps": 1, "stages": 2, "unroll": 4},
         "32": {"BV": 32, "num_warps": 4, "stages": 2},
         "64": {"BV": 64, "num_warps": 4, "stages": 2},
     },
@@ -55,20 +57,32 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "32": {"BV": 128, "num_warps": 8},
         "64": {"BV": 128, "num_warps": 8},
     },
+    # Up to how many pairs of sequence and value head the narrow chains are faster, and decode is one launch.
+    "limits": {"any": {"narrow": 6 * 32, "one_launch": 16 * 32}},
+    "conv": {"any": {"rows": 16, "channels": 256, "num_warps": 4}},
+    "conv_step": {"any": {"channels": 256, "num_warps": 1}},
+    "window": {"any": {"channels": 256, "num_warps": 4}},
+    "inputs": {"any": {"rows": 16, "num_warps": 4}},
+    "step_inputs": {"any": {"num_warps": 1}},
+    "gating": {"any": {"rows": 128, "num_warps": 4}},
+    "l2norm": {"any": {"rows": 16, "num_warps": 4}},
+    "channels_back": {"any": {"rows": 4, "steps": 32, "channels": 128, "num_warps": 2}},
+    "taps_back": {"any": {"rows": 16, "channels": 256, "num_warps": 4}},
+    "gating_back": {"any": {"rows": 128, "num_warps": 4}},
+    "l2norm_back": {"any": {"rows": 16, "num_warps": 4}},
 }
 
-_SOURCES = ("tiles.py", "kernels.py", "kernels_decode.py", "kernels_backward.py", "kernels_cpr.py", "kernels_edges.py",
-            "kernels_edges_backward.py", "../_core/triton_math.py")  # fmt: skip
+_HERE = Path(__file__).parent
 
 
-def settings(kernel: str, chunk: int, V: int | None = None, K: int | None = None) -> dict[str, int]:
-    """Settings of one launch; BV is cut to V, BK to K for small heads.
+def settings(kernel: str, chunk: int | None = None, V: int | None = None, K: int | None = None) -> dict[str, int]:
+    """Settings of one launch, of a kernel that C does not matter to where ``chunk`` is None; BV is cut to V, BK to K for small heads.
 
     Raises:
         ContractError: the table has no entry.
     """
     try:
-        entry = dict(TABLE[kernel][str(chunk)])
+        entry = dict(TABLE[kernel]["any" if chunk is None else str(chunk)])
     except KeyError:
         raise ContractError(f"gdn: no launch configuration for kernel {kernel!r} at C = {chunk}; add it to gdn/launch.py") from None
     for name, size in (("BV", V), ("BK", K)):
@@ -77,10 +91,26 @@ def settings(kernel: str, chunk: int, V: int | None = None, K: int | None = None
     return entry
 
 
-def digest() -> str:
-    """sha256 of the kernels' sources and of the table."""
-    here, h = Path(__file__).parent, hashlib.sha256()
-    for name in _SOURCES:
-        h.update((here / name).read_bytes())
+def sources(folder: Path = _HERE) -> list[Path]:
+    """Files that decide what the kernels compute and how they are launched; ``folder`` holds this family."""
+    own = [path for pattern in ("kernels*.py", "triton_*.py") for path in folder.glob(pattern)]
+    ops = folder.parent
+    shared = [ops / "_core" / "triton_math.py", ops / "_core" / "rows.py", ops / "norm" / "triton.py"]  # the gated norm around the core
+    return sorted([*own, folder / "tiles.py", folder / "state.py", folder / "launch.py", *shared])
+
+
+def digest(folder: Path = _HERE) -> str:
+    """sha256 of the code of :func:`sources` and of the table. Comments, docstrings and layout do not count."""
+    h = hashlib.sha256()
+    for path in sources(folder):
+        h.update(f"{path.relative_to(folder.parent).as_posix()}\0{_code(path)}\0".encode())
     h.update(json.dumps(TABLE, sort_keys=True).encode())
     return h.hexdigest()
+
+
+def _code(path: Path) -> str:
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)

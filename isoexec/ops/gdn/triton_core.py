@@ -5,19 +5,9 @@ from __future__ import annotations
 import torch
 
 from isoexec.contract import ContractError
-from isoexec.ops._core.triton_math import COMPILE
 from isoexec.ops.gdn import kernels
-from isoexec.ops.gdn.launch import settings
 from isoexec.ops.gdn.state import BLOCK, Plan, StatePool
-
-
-NARROW = 6 * 32  # sequences x value heads up to which narrower slices of V are faster
-
-
-def split(entry: dict[str, int]):
-    """Settings -> constexpr ones and compile options."""
-    options = {k: v for k, v in entry.items() if k.startswith("num_") or k == "maxnreg"}
-    return {k: v for k, v in entry.items() if k not in options}, {**options, **COMPILE}
+from isoexec.ops.gdn.triton_launch import configured, limit, split
 
 
 def check(q, k, v, g, beta, chunk: int) -> None:
@@ -47,7 +37,7 @@ class Workspace:
 def prepass(q, k, g, beta, plan: Plan, scale: float, pool: StatePool | None = None, slots=None) -> Workspace:
     (H, K), HV, C = q.shape[1:], g.shape[1], plan.chunk
     ws = Workspace(plan, HV, q.device)
-    _, options = split(settings("prepass", C))
+    _, options = configured("prepass", C)
     ring_k, gates = (pool.k, pool.gates) if pool else (q, g)
     if plan.chunks:
         kernels.prepass_kernel[plan.chunks, H](
@@ -70,8 +60,8 @@ def chain(q, k, v, plan: Plan, ws: Workspace, out_dtype, pool=None, slots=None, 
         first_block, table = plan.blocks
         u = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
         h = torch.empty(table.shape[0], HV, V, K, dtype=torch.bfloat16, device=v.device)
-    narrow = len(plan.lengths) * HV <= NARROW
-    constants, options = split(dict(settings("chain_narrow" if narrow else "chain", C, V) if entry is None else entry))
+    name = "chain_narrow" if len(plan.lengths) * HV <= limit("narrow") else "chain"
+    constants, options = configured(name, C, V) if entry is None else split(entry)
     high, low, ring_k, rhs = (pool.high, pool.low, pool.k, pool.rhs) if pool else (v, v, v, v)
     if plan.chunks:
         kernels.chain_kernel[V // constants["BV"], len(plan.lengths) * HV](
@@ -103,7 +93,7 @@ def prefill(q, k, v, g, beta, plan, pool, slots, scale=None, out_dtype=torch.bfl
     ws = prepass(q, k, g, beta, plan, scale, pool, slots)
     o, _, _ = chain(q, k, v, plan, ws, out_dtype, pool, slots, states=states, entry=entry)
     if plan.chunks:
-        _, options = split(settings("tail", C))
+        _, options = configured("tail", C)
         kernels.tail_kernel[len(plan.lengths), H](
             k, pool.k, pool.gates, slots, plan.sequence_table, ws.G, ws.b, pool.k.stride(0), pool.gates.stride(0), H, HV, K, C,
             **options,

@@ -8,13 +8,13 @@ from isoexec.contract import ContractError
 from isoexec.ops.gdn import kernels_cpr as kernels
 from isoexec.ops.gdn import triton_core as core
 from isoexec.ops.gdn import triton_decode, triton_gradient
-from isoexec.ops.gdn.launch import settings
+from isoexec.ops.gdn.triton_launch import configured
 
 
 def _recur(q, k, v, g, beta, plan, states, scale, out_dtype, pool=None, slots=None):
     (H, K), (HV, V), C = q.shape[1:], v.shape[1:], plan.chunk
     o = torch.empty(v.shape, dtype=out_dtype, device=v.device)
-    constants, options = core.split(settings("recur", C, V))
+    constants, options = configured("recur", C, V)
     now = pool.now if pool else states
     if plan.chunks:
         kernels.recur_kernel[V // constants["BV"], plan.chunks * HV](
@@ -65,7 +65,7 @@ def decode(q, k, v, g, beta, pool, slots, positions, scale=None, null_slot=-1, o
     scale = K**-0.5 if scale is None else scale
     triton_decode.decode(q, k, v, g, beta, pool, slots, positions, scale, null_slot)  # advances the boundary state and the open rows
     o = torch.empty(v.shape, dtype=out_dtype, device=v.device)
-    constants, options = core.split(settings("recur_step", C, V))
+    constants, options = configured("recur_step", C, V)
     kernels.recur_step_kernel[V // constants["BV"], B * HV](
         q, k, v, g, beta, o, pool.high, pool.low, pool.now, slots, positions, scale, null_slot, pool.high.stride(0), pool.now.stride(0),
         H, HV, K, V, C, K.bit_length() - 1, constants["BV"], **options,

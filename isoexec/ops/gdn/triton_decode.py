@@ -7,9 +7,8 @@ import torch
 from isoexec.contract import ContractError
 from isoexec.ops.gdn import kernels_decode as kernels
 from isoexec.ops.gdn.launch import settings
-from isoexec.ops.gdn.triton_core import check, check_pool, split
-
-ONE_LAUNCH = 16 * 32  # lanes x value heads up to which decode is one launch
+from isoexec.ops.gdn.triton_core import check, check_pool
+from isoexec.ops.gdn.triton_launch import configured, limit, split
 
 
 def decode(q, k, v, g, beta, pool, slots, positions, scale=None, null_slot=-1, out_dtype=torch.bfloat16, out=None, entry=None):
@@ -63,7 +62,7 @@ def _launch(q, k, v, g, beta, pool, slots, positions, scale, null_slot, o, raw=N
     (B, H, K), (HV, V), C = q.shape, v.shape[1:], pool.chunk
     two = conv is not None or gated is not None
     if entry is None:
-        name = "decode_gated" if gated else "decode_main" if two or B * HV > ONE_LAUNCH else "decode"
+        name = "decode_gated" if gated else "decode_main" if two or B * HV > limit("one_launch") else "decode"
         entry = settings(name, C, V)
     two = dict(entry).pop("two_launches", 0) or two
     constants, options = split({name: value for name, value in entry.items() if name != "two_launches"})
@@ -85,7 +84,7 @@ def _launch(q, k, v, g, beta, pool, slots, positions, scale, null_slot, o, raw=N
     qn, kn = (torch.empty(B, H, K, dtype=q.dtype, device=q.device) for _ in range(2)) if raw else (q, k)
     vn = torch.empty(B, HV, V, dtype=v.dtype, device=v.device) if conv else v
     weight, window = conv if conv else (q, q)
-    _, pre = split(settings("decode_pre", C))
+    _, pre = configured("decode_pre", C)
     kernels.decode_pre_kernel[B, H](
         q, k, v, g, beta, A_log, dt_bias, weight, window, qn, kn, vn, pool.k, pool.gates, slots, positions, T, M, scale, eps, null_slot,
         rows[0], *rows[2:], window.stride(0), k_slot, gates_slot, H, HV, K, V, C, LOGC, LOGK, weight.shape[1], raw is not None,

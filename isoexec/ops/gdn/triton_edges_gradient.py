@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from isoexec.ops._core.triton_math import COMPILE
 from isoexec.ops.gdn import kernels_edges_backward as kernels
 from isoexec.ops.gdn import smooth_edges as smooth
+from isoexec.ops.gdn.launch import settings
+from isoexec.ops.gdn.triton_launch import configured, cut
 
 TAPS = 4  # of the convolution whose gradient has a kernel
-ROWS, GATE_ROWS = 16, 128
-RUN_ROWS, RUN_STEPS, RUN_WARPS = 4, 32, 2  # of a program that sums a part of the convolution's weight gradient
 
 
 def by_formula(formula):
@@ -30,15 +29,16 @@ def by_formula(formula):
     return backward
 
 
-def conv1d(plan, cut):
-    """Of (x, weight); ``cut``: channels per program."""
+def conv1d(plan):
+    """Of (x, weight)."""
 
     def backward(saved, grads):
         x, weight = saved
         if weight.shape[1] != TAPS:
             return by_formula(lambda x, w: smooth.conv1d(x, w, plan))(saved, grads)
         dy = grads[0].contiguous()
-        return _channels(x, weight, (dy, dy, dy), plan, 0, x.shape[1] // cut, cut, cut, 0.0, False)
+        N = cut(x.shape[1], settings("channels_back")["channels"])
+        return _channels(x, weight, (dy, dy, dy), plan, 0, x.shape[1] // N, N, N, 0.0, False)
 
     return backward
 
@@ -62,17 +62,17 @@ def mixer_inputs(plan, H, HV, K, V, eps):
 def _channels(x, weight, heads, plan, H, HV, K, V, eps, norm):
     (T, D), W = x.shape, weight.shape[1]
     ds, dx = (torch.empty(T, D, dtype=x.dtype, device=x.device) for _ in range(2))
-    runs = -(-T // (RUN_ROWS * RUN_STEPS))
+    sizes, options = configured("channels_back")
+    runs = -(-T // (sizes["rows"] * sizes["steps"]))
     parts = torch.empty(runs, W, D, dtype=torch.float32, device=x.device)
     if T:
         kernels.channels_back_kernel[runs, 2 * H + HV](
-            x, weight, *heads, ds, parts, plan.token_table, T, x.stride(0), RUN_STEPS, eps, H, HV, K, V, W, RUN_ROWS, norm,
-            num_warps=RUN_WARPS, **COMPILE,
+            x, weight, *heads, ds, parts, plan.token_table, T, x.stride(0), sizes["steps"], eps, H, HV, K, V, W,
+            sizes["rows"], norm, **options,
         )  # fmt: skip
-        N = min(256, D & -D)
-        kernels.taps_back_kernel[-(-T // ROWS), D // N](
-            ds, weight, dx, plan.token_table, plan.sequence_table, T, D, W, ROWS, N, num_warps=4, **COMPILE
-        )
+        sizes, options = configured("taps_back")
+        R, N = sizes["rows"], cut(D, sizes["channels"])
+        kernels.taps_back_kernel[-(-T // R), D // N](ds, weight, dx, plan.token_table, plan.sequence_table, T, D, W, R, N, **options)
     return dx, parts.sum(0).T.to(weight.dtype)
 
 
@@ -82,11 +82,12 @@ def gating(saved, grads):
     T, HV = a.shape
     dg, dbeta = (torch.zeros(T, HV, dtype=torch.float32, device=a.device) if d is None else d.contiguous() for d in grads)
     da, db = (torch.empty(T, HV, dtype=t.dtype, device=a.device) for t in (a, b))
-    runs = -(-T // GATE_ROWS)
+    sizes, options = configured("gating_back")
+    runs = -(-T // sizes["rows"])
     parts = torch.empty(2, runs, HV, dtype=torch.float32, device=a.device)
     if T:
         kernels.gating_back_kernel[runs, HV](
-            a, b, A_log, dt_bias, dg, dbeta, da, db, parts, T, a.stride(0), b.stride(0), HV, GATE_ROWS, num_warps=4, **COMPILE
+            a, b, A_log, dt_bias, dg, dbeta, da, db, parts, T, a.stride(0), b.stride(0), HV, sizes["rows"], **options
         )
     dA, ddt = parts.sum(1).unbind(0)
     return da, db, dA.to(A_log.dtype), ddt.to(dt_bias.dtype)
@@ -99,9 +100,11 @@ def l2norm(eps):
         (x,) = saved
         T, heads, K = x.shape
         dx, P = torch.empty(x.shape, dtype=x.dtype, device=x.device), 1 << max(K - 1, 1).bit_length()
+        sizes, options = configured("l2norm_back")
+        R = sizes["rows"]
         if T:
-            kernels.l2norm_back_kernel[-(-T * heads // ROWS),](
-                x, grads[0].contiguous(), dx, T * heads, heads, x.stride(0), eps, K, P, ROWS, num_warps=4, **COMPILE
+            kernels.l2norm_back_kernel[-(-T * heads // R),](
+                x, grads[0].contiguous(), dx, T * heads, heads, x.stride(0), eps, K, P, R, **options
             )
         return (dx,)
 

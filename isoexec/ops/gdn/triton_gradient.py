@@ -6,8 +6,8 @@ import torch
 
 from isoexec.ops.gdn import kernels_backward as kernels
 from isoexec.ops.gdn import triton_core as core
-from isoexec.ops.gdn.launch import settings
 from isoexec.ops.gdn.state import BLOCK
+from isoexec.ops.gdn.triton_launch import configured, limit
 
 
 class Core(torch.autograd.Function):
@@ -37,8 +37,8 @@ def backward(saved, plan, scale, grad):
     first_block, table = plan.blocks
     drhs, dh = torch.empty_like(v), torch.empty_like(h)
     dq, dk, dv, dg, db = (torch.empty_like(x) for x in (q, k, v, g, beta))
-    narrow = len(plan.lengths) * HV <= core.NARROW
-    constants, options = core.split(settings("back_chain_narrow" if narrow else "back_chain", C, V))
+    narrow = len(plan.lengths) * HV <= limit("narrow")
+    constants, options = configured("back_chain_narrow" if narrow else "back_chain", C, V)
     BV = constants["BV"]
     if not tokens:
         return dq, dk, dv, dg, db
@@ -48,25 +48,25 @@ def backward(saved, plan, scale, grad):
     )  # fmt: skip
     blocks = table.shape[0]
     score, solve = (torch.empty(blocks, HV, BLOCK, BLOCK, dtype=torch.bfloat16, device=v.device) for _ in range(2))
-    constants, options = core.split(settings("back_inner", C, V))
+    constants, options = configured("back_inner", C, V)
     db_v = torch.empty_like(beta)
     kernels.back_inner_kernel[blocks, HV](
         v, g, beta, do, u, drhs, dv, score, solve, db_v, table, scale, HV, V, BLOCK, constants["BV"], constants["stages"], **options
     )
     group = HV // H
-    constants, options = core.split(settings("back_query", C, V, K))
+    constants, options = configured("back_query", C, V, K)
     BK, BV = constants["BK"], constants["BV"]
     parts = torch.empty(2, K // BK, tokens, HV, dtype=torch.float32, device=v.device)
     kernels.back_query_kernel[K // BK, blocks, H](
         q, k, g, do, h, score, dq, parts[0], table, scale, tokens, group, V // BV, H, HV, K, V, BLOCK, BK, BV, constants["stages"],
         **options,
     )  # fmt: skip
-    constants, options = core.split(settings("back_key", C, V))
+    constants, options = configured("back_key", C, V)
     BV = constants["BV"]
     kernels.back_key_kernel[K // BK, blocks, H](
         q, k, g, beta, u, drhs, h, dh, score, solve, dk, parts[0], parts[1], table, tokens, group, V // BV, H, HV, K, V, BLOCK, BK, BV,
         constants["stages"], **options,
     )  # fmt: skip
-    _, options = core.split(settings("back_gate", C))
+    _, options = configured("back_gate", C)
     kernels.back_gate_kernel[blocks, HV](parts[0], parts[1], db_v, dg, db, table, tokens, HV, BLOCK, K // BK, **options)
     return dq, dk, dv, dg, db
