@@ -86,6 +86,9 @@ def sequence_rows(name, case):
 
 def published_rows(name, case):
     """The published form, at its chunk size."""
+    if isinstance(case, Decode):
+        yield CPR, ALONE, case.core(64, "cpr"), native.Decode(case).cores()
+        return
     theirs = native.Sequence(case)
     if name in ("1x10240", "8x1280"):
         yield CPR, BOTH, case.train("cpr"), theirs.trainings()
@@ -98,8 +101,8 @@ def decode_rows(case):
     yield CORE, DECODE, case.step(), theirs.steps()
     yield MODELS, DECODE, case.mixer(), theirs.mixers()
     yield FUSED, DECODE, case.fused_mixer(), theirs.mixers()
-    for op, chunk, form in ((CORE, C, "cpr_wy"), ("cpr_wy C=32", 32, "cpr_wy"), (CPR, 64, "cpr")):
-        yield op, ALONE, case.core(chunk, form), theirs.cores()
+    for op, chunk in ((CORE, C), ("cpr_wy C=32", 32)):
+        yield op, ALONE, case.core(chunk), theirs.cores()
 
 
 def measure(table, shape, rows):
@@ -156,6 +159,8 @@ def main():
             measure(table, str(B), decode_rows(Decode(B)))
     for name in filter(wanted, SEQUENCES):
         measure(table, name, published_rows(name, shapes(name, 64)))
+    for B in filter(lambda B: wanted(str(B)), BATCHES):
+        measure(table, str(B), published_rows(str(B), Decode(B)))
 
 
 def warm(shapes, swept, share, of):
@@ -179,7 +184,8 @@ def warm(shapes, swept, share, of):
             ours += [lambda n=name, c=chunk, r=rows, i=i: list(r(n, shapes(n, c)))[i][2][0]() for i in range(5)]
         theirs.append(lambda n=name: [launches[0]() for row in sequence_rows(n, shapes(n)) for launches in row[3].values()])
     for B in (1, 64):
-        ours += [lambda B=B, i=i: list(decode_rows(Decode(B)))[i][2][0]() for i in range(6)]
+        ours += [lambda B=B, i=i: list(decode_rows(Decode(B)))[i][2][0]() for i in range(5)]
+        ours.append(lambda B=B: list(published_rows(str(B), Decode(B)))[0][2][0]())
     theirs.append(lambda: [launches[0]() for row in decode_rows(Decode(1)) for launches in row[3].values()])
     for job in [*jobs[share::of], *ours[share::of], *theirs]:
         try:

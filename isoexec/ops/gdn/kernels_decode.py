@@ -37,8 +37,11 @@ def _gate(g, beta, A_log, dt_bias, at, hv, RAW: tl.constexpr):
 
 @triton.jit
 def _fill(high, low, base, live, ring_kh, kn, factor, uT, G, last, ov, K: tl.constexpr, C: tl.constexpr, RAW: tl.constexpr):
-    """Advance S past the chunk that just filled, in slices of K: an element's bits do not depend on the slice, registers do."""
-    SLICE: tl.constexpr = K if K < 32 else 32
+    """Advance S past the chunk that just filled, in slices of K: an element's bits do not depend on the slice, registers do.
+
+    A chunk of 64 takes K whole: the products of slices of 32 come out wrong there (Triton 3.6, warp-group products in a loop).
+    """
+    SLICE: tl.constexpr = K if C > 32 or K < 32 else 32
     i = tl.arange(0, C)
     tl.debug_barrier()  # every warp has read its part of the high plane before any of it is overwritten
     for start in tl.range(0, K, SLICE, num_stages=1):
