@@ -1,6 +1,6 @@
-"""Digests of rows and of weights on a GPU, one pass over the bytes; the words, keys and mix of the torch forms, so the same numbers.
+"""Digests of rows and of weights on a GPU, one pass over the bytes; the pieces, keys and mix of the torch forms, so the same numbers.
 
-A mixed word is added modulo 2^64, which commutes: neither tiles nor the order of programs move a bit. Nothing is read back, so the kernels
+Everything is added modulo 2^64, which commutes: neither tiles nor the order of programs move a bit. Nothing is read back, so the kernels
 can be captured in a CUDA graph.
 """
 
@@ -12,6 +12,9 @@ import triton.language as tl
 
 _STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
 _BLOCK = 1024
+_PIECES = 2048
+#: Pieces of a row beyond which its sum is cut among programs, and into how many parts at most.
+_WIDE, _PARTS = 1 << 15, 64
 #: Most programs of :func:`part_sum`: some for each multiprocessor of any GPU.
 _PROGRAMS = 1024
 
@@ -25,8 +28,22 @@ def mix(word):
 
 
 @triton.jit
-def _rows_kernel(words, out, length, W, STEP: tl.constexpr, PLACED: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of W words: the sum of its mixed words, each with the key of its place, or all with the first."""
+def _rows_kernel(pieces, out, length, n, stride, programs, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's share of the sum over a row of n pieces, each times the odd key of its place."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    total = tl.zeros([BLOCK], dtype=tl.uint64)
+    for start in range(part * BLOCK, n, programs * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        piece = tl.load(pieces + row * stride + at, mask=at < n, other=0).to(tl.int64).to(tl.uint64, bitcast=True)
+        key = mix(((at // 2).to(tl.uint64) + 1) * STEP) | 1
+        total += tl.where(at % 2 == 1, key * STEP, key) * piece
+    tl.store(out + row * programs + part, tl.sum(total, 0).to(tl.int64, bitcast=True) + tl.where(part == 0, length, 0))
+
+
+@triton.jit
+def _columns_kernel(words, out, W, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """One row of W words: the sum of its mixed words, all with one key."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], dtype=tl.uint64)
     for start in range(0, W, BLOCK):
@@ -35,9 +52,8 @@ def _rows_kernel(words, out, length, W, STEP: tl.constexpr, PLACED: tl.constexpr
         if word.dtype == tl.int16:  # a pattern of 16 bits, not a number
             word = word.to(tl.uint16, bitcast=True)
         word = word.to(tl.int64).to(tl.uint64, bitcast=True)
-        key = (at.to(tl.uint64) + 1) * STEP if PLACED else STEP
-        total += tl.where(at < W, mix(word + key), 0)
-    tl.store(out + row, tl.sum(total, 0).to(tl.int64, bitcast=True) + length)
+        total += tl.where(at < W, mix(word + STEP), 0)
+    tl.store(out + row, tl.sum(total, 0).to(tl.int64, bitcast=True))
 
 
 @triton.jit
@@ -59,15 +75,29 @@ def _part_kernel(bits, out, count, columns, stride, first, programs, PACKED: tl.
     tl.store(out + program, tl.sum(total, 0).to(tl.int64, bitcast=True))
 
 
-def row_sums(words: torch.Tensor, length: int, *, placed: bool) -> torch.Tensor:
-    """[T] int64: sum of the mixed words of each row of ``words`` [T, W], contiguous integers, plus ``length``.
+def row_sums(pieces: torch.Tensor, length: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[T] int64, in ``out`` if given: sum of the pieces of each row times the keys of their places, plus ``length``.
 
     Args:
-        placed: a word's key is of its place in the row; else every key is that of the first place. 16-bit words count as unsigned.
+        pieces: [T, n] int16, whose rows are contiguous.
     """
-    out = torch.empty(words.shape[0], dtype=torch.int64, device=words.device)
+    T, n = pieces.shape
+    out = torch.empty(T, dtype=torch.int64, device=pieces.device) if out is None else out
+    # A row of a vocabulary would keep one program busy for longer than its product took.
+    programs = min(triton.cdiv(n, _PIECES), _PARTS) if n > _WIDE else 1
+    if T:
+        found = out if programs == 1 else torch.empty(T, programs, dtype=torch.int64, device=pieces.device)
+        _rows_kernel[(T, programs)](pieces, found, length, n, pieces.stride(0), programs, STEP=_STEP, BLOCK=_PIECES, num_warps=4)
+        if programs > 1:
+            torch.sum(found, 1, out=out)
+    return out
+
+
+def column_sums(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[T] int64, in ``out`` if given: sum of the mixed words of each row of ``words`` [T, W], contiguous integers; 16-bit ones count as unsigned."""
+    out = torch.empty(words.shape[0], dtype=torch.int64, device=words.device) if out is None else out
     if words.shape[0]:
-        _rows_kernel[(words.shape[0],)](words, out, length, words.shape[1], STEP=_STEP, PLACED=placed, BLOCK=_BLOCK, num_warps=4)
+        _columns_kernel[(words.shape[0],)](words, out, words.shape[1], STEP=_STEP, BLOCK=_BLOCK, num_warps=4)
     return out
 
 
