@@ -34,6 +34,17 @@ def test_rows(device, dtype, shape):
         assert not torch.equal(row_digests(x)[-1].cpu(), want[-1]) and torch.equal(row_digests(x)[:-1].cpu(), want[:-1])
 
 
+@pytest.mark.parametrize("width", (1, 9, 48))
+def test_many_rows_at_once(device, width, monkeypatch):
+    """Programs of eight rows, the last of which has less."""
+    monkeypatch.setattr(triton_digest, "_MANY", 16)
+    monkeypatch.setattr(triton_digest, "_WIDE", 32)
+    monkeypatch.setattr(triton_digest, "_PIECES", 16)
+    monkeypatch.setattr(triton_digest, "_TALL", (8, 16))
+    x = patterns((19, width), torch.bfloat16, device)
+    assert torch.equal(row_digests(x).cpu(), rows.row_digests(x.cpu()))
+
+
 def test_rows_of_a_part_of_each_row_in_place(device):
     whole = patterns((6, 96), torch.bfloat16, device).view(6, 3, 32)
     out = torch.full((6,), 7, dtype=torch.int64, device=device)

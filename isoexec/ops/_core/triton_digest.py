@@ -15,6 +15,8 @@ _BLOCK = 1024
 _PIECES = 2048
 #: Pieces of a row beyond which its sum is cut among programs, and into how many parts at most.
 _WIDE, _PARTS = 1 << 15, 64
+#: Shares of rows from which on a program takes several rows, and (rows, pieces at a time) there: the keys are made once for all of them.
+_MANY, _TALL = 4096, (8, 1024)
 #: Most programs of :func:`part_sum`: some for each multiprocessor of any GPU.
 _PROGRAMS = 1024
 
@@ -27,18 +29,23 @@ def mix(word):
     return word ^ (word >> 31)
 
 
-@triton.jit
-def _rows_kernel(pieces, out, length, n, stride, programs, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's share of the sum over a row of n pieces, each times the odd key of its place."""
-    row = tl.program_id(0).to(tl.int64)
+# A row of one piece is not a kernel of its own: its places would be known to fit 16 bits, and an H200 got another sum from that form.
+@triton.jit(do_not_specialize=["units"])
+def _rows_kernel(pieces, out, length, T, units, stride, programs, UNIT: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """A program's share of the sums over ROWS rows of units * UNIT pieces, each times the odd key of its place."""
+    n = units * UNIT  # tells the compiler that whole units are read
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
-    total = tl.zeros([BLOCK], dtype=tl.uint64)
+    total = tl.zeros([ROWS, BLOCK], dtype=tl.uint64)
     for start in range(part * BLOCK, n, programs * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        piece = tl.load(pieces + row * stride + at, mask=at < n, other=0).to(tl.int64).to(tl.uint64, bitcast=True)
         key = mix(((at // 2).to(tl.uint64) + 1) * STEP) | 1
-        total += tl.where(at % 2 == 1, key * STEP, key) * piece
-    tl.store(out + row * programs + part, tl.sum(total, 0).to(tl.int64, bitcast=True) + tl.where(part == 0, length, 0))
+        key = tl.where(at % 2 == 1, key * STEP, key)
+        piece = tl.load(pieces + (row * stride)[:, None] + at[None, :], mask=(row < T)[:, None] & (at < n)[None, :], other=0)
+        total += key[None, :] * piece.to(tl.int64).to(tl.uint64, bitcast=True)
+    found = tl.sum(total, 1).to(tl.int64, bitcast=True) + tl.where(part == 0, length, 0)
+    tl.store(out + row * programs + part, found, mask=row < T)
 
 
 @triton.jit
@@ -87,7 +94,11 @@ def row_sums(pieces: torch.Tensor, length: int, out: torch.Tensor | None = None)
     programs = min(triton.cdiv(n, _PIECES), _PARTS) if n > _WIDE else 1
     if T:
         found = out if programs == 1 else torch.empty(T, programs, dtype=torch.int64, device=pieces.device)
-        _rows_kernel[(T, programs)](pieces, found, length, n, pieces.stride(0), programs, STEP=_STEP, BLOCK=_PIECES, num_warps=4)
+        unit = 16 if n % 16 == 0 else 1
+        rows, block = _TALL if T * programs >= _MANY else (1, _PIECES)
+        _rows_kernel[(triton.cdiv(T, rows), programs)](
+            pieces, found, length, T, n // unit, pieces.stride(0), programs, UNIT=unit, STEP=_STEP, ROWS=rows, BLOCK=block, num_warps=4
+        )
         if programs > 1:
             torch.sum(found, 1, out=out)
     return out
