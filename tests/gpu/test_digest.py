@@ -45,6 +45,17 @@ def test_many_rows_at_once(device, width, monkeypatch):
     assert torch.equal(row_digests(x).cpu(), rows.row_digests(x.cpu()))
 
 
+def test_several_tensors_in_one_launch(device):
+    """Ten of one number of rows, one of which is cut out of wider rows, one too wide, and some that loads of 16 bytes do not fit."""
+    wide = patterns((5, 3, 64), torch.bfloat16, device)
+    tensors = [wide, wide[:, 1:], wide[:, 1]] + [patterns((5, n), torch.bfloat16, device) for n in (16, 48, 7, 2080, 33_000, 32)]
+    tensors.append(patterns((5, 32), torch.float32, device))
+    out = [torch.full((5,), 7, dtype=torch.int64, device=device) for _ in tensors]
+    triton_digest.several_row_sums([(rows._pieces(x), rows._length(x), o) for x, o in zip(tensors, out)])
+    for x, found in zip(tensors, out):
+        assert torch.equal(found.cpu(), rows.row_digests(x.cpu().contiguous())), tuple(x.shape)
+
+
 def test_rows_of_a_part_of_each_row_in_place(device):
     whole = patterns((6, 96), torch.bfloat16, device).view(6, 3, 32)
     out = torch.full((6,), 7, dtype=torch.int64, device=device)

@@ -17,6 +17,8 @@ _PIECES = 2048
 _WIDE, _PARTS = 1 << 15, 64
 #: Shares of rows from which on a program takes several rows, and (rows, pieces at a time) there: the keys are made once for all of them.
 _MANY, _TALL = 4096, (8, 1024)
+#: Pieces that the compiler may take for whole loads, and tensors of one launch.
+_UNIT, _TOGETHER = 16, 8
 #: Most programs of :func:`part_sum`: some for each multiprocessor of any GPU.
 _PROGRAMS = 1024
 
@@ -46,6 +48,37 @@ def _rows_kernel(pieces, out, length, T, units, stride, programs, UNIT: tl.const
         total += key[None, :] * piece.to(tl.int64).to(tl.uint64, bitcast=True)
     found = tl.sum(total, 1).to(tl.int64, bitcast=True) + tl.where(part == 0, length, 0)
     tl.store(out + row * programs + part, found, mask=row < T)
+
+
+@triton.jit(do_not_specialize=[f"{name}{i}" for name in "ons" for i in range(8)])
+def _several_kernel(p0, p1, p2, p3, p4, p5, p6, p7, o0, o1, o2, o3, o4, o5, o6, o7, n0, n1, n2, n3, n4, n5, n6, n7, s0, s1, s2, s3, s4, s5, s6, s7,
+                    UNIT: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One row of one of up to eight tensors, whose rows have n * UNIT pieces s * UNIT apart."""
+    which = tl.program_id(1)
+    p, o, n, s = p0, o0, n0, s0
+    if which == 1:
+        p, o, n, s = p1, o1, n1, s1
+    if which == 2:
+        p, o, n, s = p2, o2, n2, s2
+    if which == 3:
+        p, o, n, s = p3, o3, n3, s3
+    if which == 4:
+        p, o, n, s = p4, o4, n4, s4
+    if which == 5:
+        p, o, n, s = p5, o5, n5, s5
+    if which == 6:
+        p, o, n, s = p6, o6, n6, s6
+    if which == 7:
+        p, o, n, s = p7, o7, n7, s7
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], dtype=tl.uint64)
+    for start in range(0, n * UNIT, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        piece = tl.load(p + row * s * UNIT + at, mask=at < n * UNIT, other=0).to(tl.int64).to(tl.uint64, bitcast=True)
+        key = mix(((at // 2).to(tl.uint64) + 1) * STEP) | 1
+        total += tl.where(at % 2 == 1, key * STEP, key) * piece
+    length = mix((n * UNIT * 2).to(tl.uint64))
+    tl.store(o + row, (tl.sum(total, 0) + length).to(tl.int64, bitcast=True))
 
 
 @triton.jit
@@ -94,7 +127,7 @@ def row_sums(pieces: torch.Tensor, length: int, out: torch.Tensor | None = None)
     programs = min(triton.cdiv(n, _PIECES), _PARTS) if n > _WIDE else 1
     if T:
         found = out if programs == 1 else torch.empty(T, programs, dtype=torch.int64, device=pieces.device)
-        unit = 16 if n % 16 == 0 else 1
+        unit = _UNIT if n % _UNIT == 0 else 1
         rows, block = _TALL if T * programs >= _MANY else (1, _PIECES)
         _rows_kernel[(triton.cdiv(T, rows), programs)](
             pieces, found, length, T, n // unit, pieces.stride(0), programs, UNIT=unit, STEP=_STEP, ROWS=rows, BLOCK=block, num_warps=4
@@ -102,6 +135,30 @@ def row_sums(pieces: torch.Tensor, length: int, out: torch.Tensor | None = None)
         if programs > 1:
             torch.sum(found, 1, out=out)
     return out
+
+
+def several_row_sums(jobs: list[tuple[torch.Tensor, int, torch.Tensor]]) -> None:
+    """:func:`row_sums` of several (pieces, length, out) of equally many rows, of elements of two bytes or more, in few launches."""
+    together = []
+    for pieces, length, out in jobs:
+        if _narrow_and_aligned(pieces):
+            together.append((pieces, out))
+        else:
+            row_sums(pieces, length, out)
+    for at in range(0, len(together), _TOGETHER):
+        group = together[at : at + _TOGETHER]
+        T, filled = group[0][0].shape[0], [group[min(i, len(group) - 1)] for i in range(_TOGETHER)]
+        if T:
+            _several_kernel[(T, len(group))](
+                *(pieces for pieces, _ in filled), *(out for _, out in filled), *(pieces.shape[1] // _UNIT for pieces, _ in filled),
+                *(pieces.stride(0) // _UNIT for pieces, _ in filled), UNIT=_UNIT, STEP=_STEP, BLOCK=_PIECES, num_warps=4,
+            )  # fmt: skip
+
+
+def _narrow_and_aligned(pieces: torch.Tensor) -> bool:
+    """Whether a row is one program's work, in loads of 16 bytes."""
+    n, stride = pieces.shape[1], pieces.stride(0)
+    return 0 < n <= _WIDE and n % _UNIT == 0 and stride % _UNIT == 0 and pieces.data_ptr() % 16 == 0
 
 
 def column_sums(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from isoexec.ops._trace.context import Rows
+from isoexec.ops._trace.digest import several_row_digests
 
 _ROWS_OF_A_SHEET = 512
 
@@ -25,8 +26,8 @@ class Column(NamedTuple):
 class Captured:
     """A pass that is being captured, or has been.
 
-    Digests are launched on a branch of the graph of their own, a layer at a time, beside what the pass computes next: a decode step's kernels
-    are too small to fill a GPU, and one more after each of them would wait its turn. What they read is held until they are done.
+    Digests are launched on a branch of the graph of their own, those of a layer together, beside what the pass computes next: a decode step's
+    kernels are too small to fill a GPU, and one more after each of them would wait its turn. What they read is held until they are done.
 
     Attributes:
         streams, lists: of one pass, as the recorder keeps them (its rows are nobody's).
@@ -44,7 +45,8 @@ class Captured:
         self._places: dict[int, tuple[int, int, int]] = {}  # id of a row of a sheet -> where it is
         self._made: list[torch.Tensor] = []  # so that an id stays one row's
         self._used = 0
-        self._work: list[tuple[Callable[[], object], object]] = []
+        self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []  # (rows to digest, where to)
+        self._work: list[tuple[Callable[[], object], object]] = []  # (what else is to be launched, what it reads)
         self._side: torch.cuda.Stream | None = None
         self._reading: tuple[torch.cuda.Event, list] | None = None
 
@@ -54,8 +56,19 @@ class Captured:
         self.parts.append((rows, []))
         self._used = 0
 
-    def row(self, device: torch.device, write: Callable[[torch.Tensor], object], reads=None) -> torch.Tensor:
+    def digests(self, x: torch.Tensor) -> torch.Tensor:
+        """[T] int64 that is going to hold the digests of the rows of ``x`` at every replay."""
+        row = self._row(x.device)
+        self._rows.append((x, row))
+        return row
+
+    def written(self, device: torch.device, write: Callable[[torch.Tensor], object], reads: torch.Tensor) -> torch.Tensor:
         """[T] int64 that ``write`` is going to fill at every replay; ``reads`` is held until it has."""
+        row = self._row(device)
+        self._work.append((lambda: write(row), reads))
+        return row
+
+    def _row(self, device: torch.device) -> torch.Tensor:
         rows, sheets = self.parts[-1]
         if not sheets or self._used == _ROWS_OF_A_SHEET:
             sheets.append(torch.empty(_ROWS_OF_A_SHEET, len(rows.sequence), dtype=torch.int64, device=device))
@@ -64,7 +77,6 @@ class Captured:
         self._places[id(row)] = len(self.parts) - 1, len(sheets) - 1, self._used
         self._made.append(row)
         self._used += 1
-        self._work.append((lambda: write(row), reads))
         return row
 
     def add(self, row: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -74,22 +86,27 @@ class Captured:
 
     def flush(self) -> None:
         """Launch what has been asked for, after what the pass has launched so far."""
-        work, self._work = self._work, []
-        if not work:
+        rows, work = self._rows, self._work
+        self._rows, self._work = [], []
+        if not rows and not work:
             return
-        _, sheets = self.parts[-1]
-        if not sheets[0].is_cuda:
+
+        def launch():
+            several_row_digests(rows)
             for write, _ in work:
                 write()
+
+        _, sheets = self.parts[-1]
+        if not sheets[0].is_cuda:
+            launch()
             return
         main = torch.cuda.current_stream(sheets[0].device)
         self._side = self._side or torch.cuda.Stream(sheets[0].device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            for write, _ in work:
-                write()
+            launch()
         self._join()
-        self._reading = self._side.record_event(), [reads for _, reads in work]
+        self._reading = self._side.record_event(), [rows, work]
 
     def _join(self) -> None:
         """What the last digests read may be overwritten by what the pass launches from here on."""

@@ -48,6 +48,20 @@ def row_digests(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
     return out.add_(length)
 
 
+def several_row_digests(jobs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """:func:`row_digests` of several (x, out), whose numbers of rows are equal."""
+    if any(not x.is_cuda for x, _ in jobs):
+        for x, out in jobs:
+            row_digests(x, out)
+        return
+    from isoexec.ops._core.triton_digest import several_row_sums
+
+    several_row_sums([(_pieces(x), _length(x), out) for x, out in jobs if x.element_size() > 1])
+    for x, out in jobs:
+        if x.element_size() == 1:
+            row_digests(x, out)
+
+
 def column_digests(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Digests of the rows of ``x`` [T, N] whatever the order of its columns: [T] int64. Those of parts of the columns add up."""
     bits = x.detach().contiguous().view(_INTEGERS[x.element_size()])

@@ -364,8 +364,9 @@ class Recorder:
             return None
         if not self._capture:
             return column_digests(value.flatten(1)) if free else row_digests(value)
-        write = (lambda row: column_digests(value.flatten(1), row)) if free else (lambda row: row_digests(value, row))
-        return self._capture.row(value.device, write, value)
+        if free:
+            return self._capture.written(value.device, lambda row: column_digests(value.flatten(1), row), value)
+        return self._capture.digests(value)
 
     def _once(self, tensor: torch.Tensor, value: torch.Tensor | None, new: bool = False) -> torch.Tensor | None:
         """:meth:`_digests` of ``value``, the recorded rows of ``tensor``; below level ``state`` those that are known of the same object."""
@@ -384,7 +385,7 @@ class Recorder:
             return self._known[key][1]
         found = self._cut(read.positions(a, self._rows).to(torch.int64))
         if found is not None:  # a runtime reuses its buffers
-            found = self._capture.row(found.device, lambda row, x=found: row.copy_(x), found) if self._capture else found.clone()
+            found = self._capture.written(found.device, lambda row, x=found: row.copy_(x), found) if self._capture else found.clone()
         self._known[key] = sources, found  # held, so that an id stays one object's
         return found
 
