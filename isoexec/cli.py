@@ -291,18 +291,28 @@ def _live_status(options) -> int:
         for d in differences(getattr(first.identity, part), getattr(other.identity, part), part)
     ]
     if options.json:
-        listed = [{"pid": p.pid, "seconds": round(p.age), "identity": p.identity.__dict__} for p in found]
+        listed = [{"pid": p.pid, "seconds": round(p.age), "identity": p.identity.__dict__, "served": p.served} for p in found]
         _print_json({"processes": listed, "refused": refused})
         return 1 if refused else 0
-    rows = [("process", "role", "since", "architecture", "contract", "numerical_policy")]
+    rows = [("process", "role", "since", "architecture", "contract", "numerical_policy", "ops served")]
     for name, group in groups.items():
         for p in group:
             architecture, policy = p.identity.semantic.get("architecture"), p.identity.digests["numerical_policy"]
-            rows.append((str(p.pid), p.identity.role, f"{p.age:.0f} s", str(architecture), name[:12], policy[:12]))
+            rows.append((str(p.pid), p.identity.role, f"{p.age:.0f} s", str(architecture), name[:12], policy[:12], _served_by_case(p.served)))
     _print_rows(rows)
     for line in refused:
         print(f"DIFFERENT: {line}")
     return 1 if refused else 0
+
+
+def _served_by_case(served: list[list] | None) -> str:
+    """Calls of ops by case, in words."""
+    if served is None:
+        return "no answer"
+    calls: dict[str, int] = {}
+    for _, case, _, count in served:
+        calls[case or "no case"] = calls.get(case or "no case", 0) + count
+    return ", ".join(f"{case} {count}" for case, count in sorted(calls.items())) or "none yet"
 
 
 def _read_contract(file: Path) -> ExecutionContract:

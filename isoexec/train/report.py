@@ -185,6 +185,7 @@ def picture(path: Path, arms: dict[str, list[dict]]) -> None:
             axis.set_ylim(bottom=-2e-7)
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("step", fontsize=8)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend(frameon=False, fontsize=8)
     for axis in list(axes.flat)[len(panels) :]:
         axis.remove()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -20,8 +21,14 @@ from isoexec.runtimes import live
 torch.set_num_threads(1)
 torch.set_float32_matmul_precision(sys.argv[3])
 live.publish(ExecutionContract.from_json(sys.argv[1]), sys.argv[2])
+live.publish(ExecutionContract.from_json(sys.argv[1]), sys.argv[2])  # its next model
 print("up", flush=True)
-sys.stdin.read()
+from isoexec.ops import norm
+from isoexec.ops._core import registry
+for line in sys.stdin:
+    with registry.executing(line.strip()):
+        norm.residual_add(torch.zeros(1, 2), torch.zeros(1, 2))
+    print("done", flush=True)
 """
 
 
@@ -60,10 +67,39 @@ def test_live_processes_are_listed_and_compared(start, notes, capsys):
     assert 'numerical_policy.math.float32_matmul_precision: "highest" against "high"; leave torch' in printed
     engine.communicate("")
     trainer.kill(), trainer.wait()  # leaves its note behind
-    assert len(list(notes.iterdir())) == 2
+    assert len(list(notes.glob("*.json"))) == len(list(notes.glob("*.sock"))) == 2
     assert main(["contract", "status", "--live", "--json"]) == 0
     [left] = json.loads(capsys.readouterr().out)["processes"]
-    assert left["identity"]["numerical_policy"]["math"]["float32_matmul_precision"] == "high" and len(list(notes.iterdir())) == 1
+    assert left["identity"]["numerical_policy"]["math"]["float32_matmul_precision"] == "high" and len(list(notes.iterdir())) == 2
+
+
+def test_counters_of_another_process_at_any_time(start, capsys):
+    process = start("engine")
+
+    def seen():
+        assert main(["contract", "status", "--live", "--json"]) == 0
+        [found] = json.loads(capsys.readouterr().out)["processes"]
+        return {(op, case, implementation.rpartition(":")[2]): calls for op, case, implementation, calls in found["served"]}
+
+    assert seen() == {}
+    for calls in (1, 2):
+        process.stdin.write("engine_decode\n"), process.stdin.flush()
+        assert process.stdout.readline() == "done\n"
+        assert seen() == {("norm.residual_add", "engine_decode", "residual_add"): calls}
+    assert main(["contract", "status", "--live"]) == 0 and "engine_decode 2" in capsys.readouterr().out
+
+
+def test_a_process_that_does_not_answer(start, capsys, monkeypatch):
+    """It is stopped; what it left is read all the same."""
+    monkeypatch.setattr(live, "_ANSWER", 0.2)
+    process = start("engine")
+    process.send_signal(signal.SIGSTOP)
+    try:
+        assert main(["contract", "status", "--live"]) == 0
+        printed = capsys.readouterr().out
+        assert str(process.pid) in printed and "no answer" in printed
+    finally:
+        process.send_signal(signal.SIGCONT)
 
 
 def test_a_folder_that_others_write_to_is_refused(notes):
@@ -77,10 +113,10 @@ def test_a_folder_that_others_write_to_is_refused(notes):
 
 def test_a_note_that_is_none(notes):
     live.publish(CONTRACT, "engine")
-    [note] = notes.iterdir()
+    [note] = notes.glob("*.json")
     [process] = live.processes()
     assert process.pid == os.getpid() and process.identity.role == "engine"
     note.write_text('{"role": 1}')
     with pytest.raises(ContractError, match="remove it"):
         live.processes()
-    note.unlink()
+    live._unlink(note)

@@ -20,11 +20,11 @@ def patterns(shape, dtype, device):
 
 
 def row_digests(x):
-    return triton_digest.row_sums(rows._words(x), rows._length(x), placed=True)
+    return triton_digest.row_sums(rows._pieces(x), rows._length(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 64), (2, 9001), (0, 8)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 64), (2, 9001), (2, 40_000), (0, 8)])
 def test_rows(device, dtype, shape):
     x = patterns(shape, dtype, device)
     got, want = row_digests(x), rows.row_digests(x.cpu())
@@ -34,6 +34,37 @@ def test_rows(device, dtype, shape):
         assert not torch.equal(row_digests(x)[-1].cpu(), want[-1]) and torch.equal(row_digests(x)[:-1].cpu(), want[:-1])
 
 
+@pytest.mark.parametrize("width", (1, 9, 48))
+def test_many_rows_at_once(device, width, monkeypatch):
+    """Programs of eight rows, the last of which has less."""
+    monkeypatch.setattr(triton_digest, "_MANY", 16)
+    monkeypatch.setattr(triton_digest, "_WIDE", 32)
+    monkeypatch.setattr(triton_digest, "_PIECES", 16)
+    monkeypatch.setattr(triton_digest, "_TALL", (8, 16))
+    x = patterns((19, width), torch.bfloat16, device)
+    assert torch.equal(row_digests(x).cpu(), rows.row_digests(x.cpu()))
+
+
+def test_several_tensors_in_one_launch(device):
+    """Ten of one number of rows, one of which is cut out of wider rows, one too wide, and some that loads of 16 bytes do not fit."""
+    wide = patterns((5, 3, 64), torch.bfloat16, device)
+    tensors = [wide, wide[:, 1:], wide[:, 1]] + [patterns((5, n), torch.bfloat16, device) for n in (16, 48, 7, 2080, 33_000, 32)]
+    tensors.append(patterns((5, 32), torch.float32, device))
+    out = [torch.full((5,), 7, dtype=torch.int64, device=device) for _ in tensors]
+    triton_digest.several_row_sums([(rows._pieces(x), rows._length(x), o) for x, o in zip(tensors, out)])
+    for x, found in zip(tensors, out):
+        assert torch.equal(found.cpu(), rows.row_digests(x.cpu().contiguous())), tuple(x.shape)
+
+
+def test_rows_of_a_part_of_each_row_in_place(device):
+    whole = patterns((6, 96), torch.bfloat16, device).view(6, 3, 32)
+    out = torch.full((6,), 7, dtype=torch.int64, device=device)
+    part = whole[:, 1:]
+    assert rows._pieces(part).data_ptr() == part.data_ptr(), "a copy is a pass over the bytes"
+    assert triton_digest.row_sums(rows._pieces(part), rows._length(part), out) is out
+    assert torch.equal(out.cpu(), rows.row_digests(part.cpu().contiguous()))
+
+
 @pytest.mark.parametrize("dtype", (torch.int8, torch.bfloat16, torch.float32))
 def test_columns_whatever_their_order(device, dtype):
     x = patterns((4, 1500), dtype, device)
@@ -41,9 +72,9 @@ def test_columns_whatever_their_order(device, dtype):
     order = torch.randperm(1500, generator=torch.Generator().manual_seed(4)).to(device)
     want = rows.column_digests(x.cpu())
     for columns in (bits, bits[:, order].contiguous()):
-        assert torch.equal(triton_digest.row_sums(columns, 0, placed=False).cpu(), want)
+        assert torch.equal(triton_digest.column_sums(columns).cpu(), want)
     bits[2, 8] ^= 1
-    assert (triton_digest.row_sums(bits, 0, placed=False).cpu() != want).tolist() == [False, False, True, False]
+    assert (triton_digest.column_sums(bits).cpu() != want).tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize("dtype", (*DTYPES, torch.bool))

@@ -10,6 +10,8 @@ import pytest
 from isoexec.contract import CONTRACT_VARIABLE, Claims
 from isoexec.contract.build import contract_for_model
 
+pytest.register_assert_rewrite("same_scores")
+
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
@@ -38,7 +40,7 @@ def checkpoint_of(tmp_path_factory):
             kinds = {"layer_types": ["linear_attention", "full_attention"]} if "3_5" in architecture else {}
             make_checkpoint(folder, architecture, num_hidden_layers=2, **kinds)
             contract = contract_for_model(folder, "cpu")
-            claims = Claims(trainer_tp=2, trainer_ep=2, trainer_sp=True)
+            claims = Claims(trainer_tp=2, trainer_pp=2, trainer_ep=2, trainer_sp=True)
             file = tmp_path_factory.mktemp("contract") / f"{architecture}.json"
             file.write_text(dataclasses.replace(contract, claims=claims).to_json())
             made[architecture] = str(folder), str(file)
@@ -52,6 +54,33 @@ def contract_file(model_folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("contract") / "contract.json"
     path.write_text(contract_for_model(model_folder, "cpu").to_json())
     return str(path)
+
+
+@pytest.fixture
+def new_trainer(request, monkeypatch):
+    """``new_trainer(folder=None, **arguments)``, by default on the checkpoint of the module's ARCHITECTURE, else on the dense one."""
+    from isoexec.runtimes.megatron.trainer import PolicyTrainer
+
+    if architecture := getattr(request.module, "ARCHITECTURE", None):
+        model, contract = request.getfixturevalue("checkpoint_of")(architecture)
+    else:
+        model, contract = (request.getfixturevalue(name) for name in ("model_folder", "contract_file"))
+    monkeypatch.setenv(CONTRACT_VARIABLE, contract)
+    made = []
+
+    def make(folder=None, **arguments):
+        made.append(PolicyTrainer(str(folder or model), **arguments))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+@pytest.fixture(scope="module")
+def alone(trainer, sequences):
+    """What the module's ``trainer`` scores with every sequence in a micro-batch of its own."""
+    return trainer.logprobs(sequences, temperature=0.7, with_rows=True, packing=[[i] for i in range(len(sequences))])
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from tests.poison import unwritten_memory
+
 
 def on_ranks(count: int, function, *arguments, timeout: float = 300) -> list:
-    """function(*arguments) on ``count`` ranks with the default group initialised; returns each rank's result.
+    """function(*arguments) on ``count`` ranks with the default group initialised, in poisoned memory; returns each rank's result.
 
     The ranks' environment is that of the first call: ``function`` sets ISOEXEC_CONTRACT itself.
     """
@@ -52,7 +54,8 @@ def _run(pipe, folder: str, rank: int, count: int, function, arguments, timeout:
     store = dist.FileStore(os.path.join(folder, "store"), count)
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout))
-        answer = ("result", function(*arguments))
+        with unwritten_memory(poisoned=True):
+            answer = ("result", function(*arguments))
         dist.barrier()
     except BaseException:
         answer = ("error", traceback.format_exc())

@@ -9,12 +9,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from same_scores import assert_same
 from transformers import AutoConfig
 
 from isoexec.contract import CONTRACT_VARIABLE
 from isoexec.ops._core import registry
-from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops._core.bits import as_bits, bit_equal, nudge
 from isoexec.runtimes.megatron import hf_files, mapping
+from tests.ops.op_checks import same_bits
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Glm4MoeLiteForCausalLM")
 
@@ -43,18 +45,6 @@ def trainer(contracted, folder):
     trainer = PolicyTrainer(folder)
     yield trainer
     trainer.close()
-
-
-@pytest.fixture(scope="module")
-def alone(trainer, sequences):
-    """Every sequence in a micro-batch of its own."""
-    return trainer.logprobs(sequences, temperature=0.7, with_rows=True, packing=[[i] for i in range(len(sequences))])
-
-
-def assert_same(found, expected):
-    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert_bit_equal(a.logprobs, b.logprobs, f"logprobs of sequence {index}")
-        assert a.row_digests == b.row_digests
 
 
 @pytest.mark.parametrize(
@@ -100,7 +90,7 @@ def test_export_gives_back_the_checkpoint(trainer, folder, tmp_path):
     stored, exported = load_file(Path(folder, "model.safetensors")), load_file(tmp_path / "model.safetensors")
     assert stored.keys() == exported.keys()
     for name, tensor in stored.items():
-        assert_bit_equal(exported[name], tensor, name)
+        same_bits(exported[name], tensor, name)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -113,7 +103,12 @@ def test_layouts_are_inverse_to_each_other(folder, ranks):
         parts = [entry.shard(whole, rank, ranks) for rank in range(ranks)]
         back = parts[0] if entry.unshard is None else entry.unshard(parts)
         for found, expected in zip(entry.split(back), tensors, strict=True):
-            assert_bit_equal(found.contiguous(), expected, entry.name)
+            same_bits(found.contiguous(), expected, entry.name)
+        # One ulp in the last element of one rank's shard comes back as one ulp in one tensor, on whichever rank it lay.
+        parts[-1] = nudge(parts[-1], -1)
+        moved = entry.split(parts[0] if entry.unshard is None else entry.unshard(parts))
+        wrong = [int((as_bits(a) != as_bits(b)).sum()) for a, b in zip(moved, tensors, strict=True)]
+        assert sorted(wrong) == [0] * (len(wrong) - 1) + [entry.unshard is not None or ranks == 1], entry.name
         if ranks == 2 and entry.unshard is not None and not torch.equal(torch.cat(parts), whole):
             whole_rows.add(entry.name.split(".", 3)[-1])
     assert ranks == 1 or whole_rows, "some shard takes rows from several places"
@@ -133,7 +128,7 @@ def test_the_loss_falls_in_the_same_bits_every_time(contracted, folder, sequence
     for other_results, other in runs[1:]:
         assert other_results == results
         for name, gradient in gradients.items():
-            assert_bit_equal(other[name], gradient, name)
+            same_bits(other[name], gradient, name)
     idle = {name for name, gradient in gradients.items() if not gradient.any()}
     assert all(".experts." in name for name in idle), idle  # an expert may have had no token
 

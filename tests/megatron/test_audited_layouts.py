@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
 from ranks import on_ranks
 
-from isoexec.contract import Claims, ExecutionContract
 from isoexec.contract.architectures import TRAINER
 from isoexec.models import qwen3
 from isoexec.verify.audit.trainer_worker import TrainerAudit
@@ -36,32 +34,17 @@ def audited(model: str, contract: str, layout: dict, planted: bool) -> dict:
     return found
 
 
-@pytest.fixture(scope="module")
-def claimed(checkpoint_of, tmp_path_factory):
-    """architecture -> (checkpoint, contract that claims two ranks of every kind)."""
-    @functools.cache
-    def get(architecture):
-        folder, file = checkpoint_of(architecture)
-        contract = ExecutionContract.from_json(open(file, encoding="utf-8").read())
-        claims = Claims(trainer_tp=2, trainer_pp=2, trainer_ep=2, trainer_sp=True)
-        claiming = tmp_path_factory.mktemp("contract") / "contract.json"
-        claiming.write_text(dataclasses.replace(contract, claims=claims).to_json())
-        return folder, str(claiming)
-
-    return get
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_op_strays(claimed, layout):
+def test_no_op_strays(checkpoint_of, layout):
     architecture, arguments = LAYOUTS[layout]
-    for found in on_ranks(2, audited, *claimed(architecture), arguments, False):
+    for found in on_ranks(2, audited, *checkpoint_of(architecture), arguments, False):
         assert found["strays"] == []
         assert set(found["cases"]) == set(TRAINER) and all(case["inside"] for case in found["cases"].values())
 
 
-def test_a_planted_op_is_found_on_every_rank(claimed):
+def test_a_planted_op_is_found_on_every_rank(checkpoint_of):
     architecture, arguments = LAYOUTS["dense tp2"]
-    for found in on_ranks(2, audited, *claimed(architecture), arguments, True):
+    for found in on_ranks(2, audited, *checkpoint_of(architecture), arguments, True):
         assert {(s["case"], s["op"], s["layer"]) for s in found["strays"]} == {
             (case, "aten.mul.Tensor", layer) for case in TRAINER for layer in (0, 1)
         }

@@ -11,24 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from isoexec.contract import ContractError
-from isoexec.ops._core.bits import assert_bit_equal
 from isoexec.runtimes.megatron import checkpoint, hf_files, mapping
 from tests.ops.op_checks import same_bits
-
-
-@pytest.fixture
-def new_trainer(under_contract):
-    from isoexec.runtimes.megatron.trainer import PolicyTrainer
-
-    made = []
-
-    def make(folder):
-        made.append(PolicyTrainer(str(folder)))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 @pytest.mark.parametrize("which", ["model_folder", "tied_folder"])
@@ -38,7 +22,7 @@ def test_export_gives_back_the_checkpoint(new_trainer, which, request, tmp_path)
     stored, exported = load_file(Path(folder, "model.safetensors")), load_file(tmp_path / "out" / "model.safetensors")
     assert stored.keys() == exported.keys()
     for name, tensor in stored.items():
-        assert_bit_equal(exported[name], tensor, name)
+        same_bits(exported[name], tensor, name)
 
 
 def test_a_tied_model_scores_trains_and_stays_tied(new_trainer, tied_folder, sequences, tmp_path):
@@ -79,7 +63,7 @@ def test_grouped_rows_split_as_the_layer_splits_the_product():
     product = entry.join(q, k, v).t().contiguous()  # one-hot inputs: the product's columns are the weight's rows
     found = split_grouped_qkv(product, heads, groups, size)
     for part, expected in zip(found, (q, k, v), strict=True):
-        assert_bit_equal(part.flatten(1), expected.t(), "columns")
+        same_bits(part.flatten(1), expected.t(), "columns")
 
 
 def _without(tensors, folder):
@@ -133,7 +117,7 @@ def test_sharded_files_are_read(new_trainer, model_folder, tmp_path):
     trainer = new_trainer(folder)
     found = checkpoint.hf_tensors(trainer.gpt, trainer.hf_config)
     for name, tensor in tensors.items():
-        assert_bit_equal(found[name], tensor, name)
+        same_bits(found[name], tensor, name)
 
 
 def test_a_failed_export_leaves_the_old_file(tmp_path):

@@ -52,12 +52,18 @@ def test_every_setting_is_refused_by_name(config, setting):
         settings.check(CONTRACT, config)
 
 
-@pytest.mark.parametrize("field", ["tensor", "pipeline", "context", "expert"])
+@pytest.mark.parametrize("field", ["tensor", "pipeline", "expert"])
 def test_a_degree_beyond_the_claim_is_refused(config, field):
-    name = {"context": "context_parallel_size"}.get(field, f"{field}_model_parallel_size")
+    name = f"{field}_model_parallel_size"
     setattr(config, name, 2)
     with pytest.raises(ContractError, match=f"^{name}: the contract claims at most 1 .*, found 2"):
         settings.check(CONTRACT, config)
+
+
+def test_no_claim_allows_context_parallelism(config):
+    config.context_parallel_size = 2
+    with pytest.raises(ContractError, match="^context_parallel_size: expected 1, found 2: no layer fetches keys, values or states"):
+        settings.check(dataclasses.replace(CONTRACT, claims=Claims(trainer_cp=2)), config)
 
 
 def test_tensor_parallelism_keeps_heads_and_leaves_whole(config):

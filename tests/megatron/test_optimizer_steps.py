@@ -8,24 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from isoexec.ops._core.bits import assert_bit_equal, bit_equal
+from isoexec.ops._core.bits import bit_equal
+from tests.ops.op_checks import same_bits
 
 STEPS = 3
-
-
-@pytest.fixture
-def new_trainer(under_contract, model_folder):
-    from isoexec.runtimes.megatron.trainer import PolicyTrainer
-
-    made = []
-
-    def make(**arguments):
-        made.append(PolicyTrainer(model_folder, **arguments))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 def train(trainer, sequences, **arguments):
@@ -57,7 +43,7 @@ def test_two_runs_give_the_same_bits(new_trainer, sequences, tmp_path):
     for first, second in zip(runs[0][1:], runs[1][1:]):
         assert first.keys() == second.keys()
         for name in first:
-            assert_bit_equal(first[name], second[name], name)
+            same_bits(first[name], second[name], name)
 
 
 def test_recomputation_moves_no_gradient(new_trainer, sequences):
@@ -67,7 +53,7 @@ def test_recomputation_moves_no_gradient(new_trainer, sequences):
         gradients.append(train(trainer, sequences)[1])
         trainer.close()
     for name in gradients[0]:
-        assert_bit_equal(gradients[0][name], gradients[1][name], name)
+        same_bits(gradients[0][name], gradients[1][name], name)
 
 
 def test_every_parameter_gets_a_gradient(new_trainer, sequences):

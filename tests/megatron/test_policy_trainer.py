@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from same_scores import assert_same
 
 from isoexec.contract import ContractError
 from isoexec.contract.manifest import Manifest, differing
+from isoexec.models import qwen3
 from isoexec.ops._core import registry
-from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops._core.bits import bit_equal, nudge
 from isoexec.ops._core.digest import tensors_digest
+from tests.poison import adding_unwritten
+from tests.ops.op_checks import same_bits
 
 
 @pytest.fixture(scope="module")
@@ -19,19 +23,6 @@ def trainer(under_contract, model_folder):
     trainer = PolicyTrainer(model_folder)
     yield trainer
     trainer.close()
-
-
-@pytest.fixture(scope="module")
-def alone(trainer, sequences):
-    """Every sequence in a micro-batch of its own."""
-    return trainer.logprobs(sequences, temperature=0.7, with_rows=True, packing=[[i] for i in range(len(sequences))])
-
-
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    for index, (a, b) in enumerate(zip(found, expected)):
-        assert_bit_equal(a.logprobs, b.logprobs, f"logprobs of sequence {index}")
-        assert a.row_digests == b.row_digests
 
 
 @pytest.mark.parametrize("packing", [4096, 100, 1, [[5, 0, 3], [1], [4, 2]]])
@@ -90,6 +81,14 @@ def test_one_ulp_in_one_weight_shows(trainer, sequences, alone):
         weight.copy_(kept)
     assert not any(a.row_digests == b.row_digests for a, b in zip(found, alone))
     assert_same(trainer.logprobs(sequences, temperature=0.7, with_rows=True), alone)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"grad": True}, {"recompute": True}], ids=["score", "forward", "recompute"])
+def test_memory_read_before_it_is_written_shows(trainer, sequences, monkeypatch, arguments):
+    """Negative control of the poisoned memory in which every test of the trainer runs: times zero, and it is NaN."""
+    monkeypatch.setattr(qwen3, "mlp_block", adding_unwritten(qwen3.mlp_block))
+    found = trainer.logprobs(sequences[:2], temperature=0.7, **arguments)
+    assert all(s.logprobs.isnan().all() for s in found)
 
 
 def test_the_weight_manifest_is_the_checkpoints(trainer, model_folder):
@@ -174,7 +173,7 @@ def test_one_unpacked_sequence_has_the_bits_of_a_pack(trainer, sequences):
         unpacked = trainer.gpt(ids, torch.arange(ids.shape[1])[None], None)
         packed = trainer.gpt(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed)
     assert unpacked.dtype == torch.float32
-    assert_bit_equal(unpacked[0], packed[0, -ids.shape[1] :], "logits")
+    same_bits(unpacked[0], packed[0, -ids.shape[1] :], "logits")
 
 
 def test_a_pack_that_leaves_tokens_out_is_refused(trainer, sequences):

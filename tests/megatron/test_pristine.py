@@ -16,6 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PATCHES = ROOT / "patches" / "megatron"
+#: Every kind of layer that a patch touches: Gated DeltaNet and shared experts in the third, latent attention and the experts' bias in the last.
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Glm4MoeLiteForCausalLM")
 
 _RUN = """
 import hashlib, json, sys
@@ -82,7 +84,7 @@ def _start(models: dict[str, str], sequences: list, out: Path, tree: Path | None
 def results(model_folder, checkpoint_of, sequences, tmp_path_factory):
     """What the patched and upstream's tree compute, by architecture. One process each: importing Megatron costs more than a model."""
     folder = tmp_path_factory.mktemp("pristine")
-    models = {"Qwen3ForCausalLM": model_folder, "Qwen3MoeForCausalLM": checkpoint_of("Qwen3MoeForCausalLM")[0]}
+    models = {name: checkpoint_of(name)[0] if name != "Qwen3ForCausalLM" else model_folder for name in ARCHITECTURES}
     tree = _upstream_for_cpu(folder / "tree")
     processes = {name: _start(models, sequences, folder / name, of) for name, of in (("patched", None), ("upstream", tree))}
     try:
@@ -95,7 +97,7 @@ def results(model_folder, checkpoint_of, sequences, tmp_path_factory):
     return patched, upstream
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_without_a_contract_it_is_upstream(results, sequences, architecture):
     patched, upstream = (result[architecture] for result in results)
     assert patched == upstream and len(patched["scores"]) == len(sequences) and patched["weights"]

@@ -9,28 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isoexec.contract import CONTRACT_VARIABLE, ContractError
+from isoexec.contract import ContractError
 from isoexec.ops import moe
-from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops._core.bits import bit_equal, nudge
 from isoexec.runtimes.megatron import checkpoint, mapping
-from isoexec.runtimes.megatron import trainer as runtime
+from tests.ops.op_checks import same_bits
 
 ARCHITECTURE, BIAS = "Glm4MoeLiteForCausalLM", "model.layers.1.mlp.gate.e_score_correction_bias"
-
-
-@pytest.fixture
-def new_trainer(checkpoint_of, monkeypatch):
-    folder, contract = checkpoint_of(ARCHITECTURE)
-    monkeypatch.setenv(CONTRACT_VARIABLE, contract)
-    made = []
-
-    def make(path=folder, **arguments):
-        made.append(runtime.PolicyTrainer(str(path), **arguments))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 @pytest.fixture
@@ -68,15 +53,15 @@ def test_a_step_moves_the_bias_by_the_tokens_that_it_saw_and_scoring_does_not(ne
     before = router.expert_bias.clone()
     first = rows(trainer, sequences, grad=True, packing=100)
     assert rows(trainer, sequences, recompute=True) == first == rows(trainer, sequences)
-    assert_bit_equal(router.expert_bias, before, "bias after scoring")
+    same_bits(router.expert_bias, before, "bias after scoring")
     counted.clear()
     trainer.train_step(sequences, None, 1.0, packing=100)
     assert len(counted) > 1
     expected = moe.update_expert_bias(before, sum(counted), rate=1e-3)
-    assert_bit_equal(router.expert_bias, expected, "bias after a step")
+    same_bits(router.expert_bias, expected, "bias after a step")
     assert not bit_equal(expected, before)
     trainer.export_hf(tmp_path)
-    assert_bit_equal(load_file(tmp_path / "model.safetensors")[BIAS], expected, "exported bias")
+    same_bits(load_file(tmp_path / "model.safetensors")[BIAS], expected, "exported bias")
 
 
 def test_what_was_exported_scores_the_same_and_without_its_bias_does_not(new_trainer, copied, sequences, tmp_path):
@@ -118,7 +103,7 @@ def test_prediction_layers_are_carried(new_trainer, copied, tmp_path):
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == load_file(folder / "model.safetensors").keys()
     for name, tensor in extra.items():
-        assert_bit_equal(exported[name], tensor, name)
+        same_bits(exported[name], tensor, name)
 
 
 def test_a_layer_beyond_the_models_is_not_carried_unannounced(new_trainer, copied):

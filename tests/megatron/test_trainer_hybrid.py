@@ -11,29 +11,16 @@ import pytest
 import torch
 from ranks import on_ranks
 from safetensors.torch import load_file, save_file
-from test_trainer_layouts import assert_gradients_close, assert_scores, score_and_step
+from same_scores import assert_layout, score_and_step
 
 from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract
 from isoexec.ops._core import registry
-from isoexec.ops._core.bits import assert_bit_equal
+from isoexec.ops._core.bits import nudge
 from isoexec.runtimes.megatron import layers
-from isoexec.runtimes.megatron import trainer as runtime
+from tests.checkpoints import in_form_of
+from tests.ops.op_checks import same_bits
 
 ARCHITECTURE = "Qwen3_5ForCausalLM"
-
-
-@pytest.fixture
-def new_trainer(checkpoint_of, monkeypatch):
-    monkeypatch.setenv(CONTRACT_VARIABLE, checkpoint_of(ARCHITECTURE)[1])
-    made = []
-
-    def make(folder=None, **arguments):
-        made.append(runtime.PolicyTrainer(str(folder or checkpoint_of(ARCHITECTURE)[0]), **arguments))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()
 
 
 def test_decay_parameters_are_fp32_everywhere(new_trainer, checkpoint_of, sequences):
@@ -44,7 +31,7 @@ def test_decay_parameters_are_fp32_everywhere(new_trainer, checkpoint_of, sequen
     stored = load_file(os.path.join(checkpoint_of(ARCHITECTURE)[0], "model.safetensors"))["model.layers.0.linear_attn.A_log"]
     mixer = trainer.gpt.decoder.layers[0].self_attention
     assert not torch.equal(stored.bfloat16().float(), stored), "else a cast would not show"
-    assert_bit_equal(mixer.A_log.detach(), stored, "A_log")
+    same_bits(mixer.A_log.detach(), stored, "A_log")
     assert mixer.A_log.tensor_model_parallel and mixer.A_log.partition_dim == 0
     trainer.train_step(sequences[:2], None, 1.0)
     moved = mixer.A_log.detach()
@@ -56,7 +43,7 @@ def test_a_cast_of_the_model_leaves_them(new_trainer):
     mixer = trainer.gpt.decoder.layers[0].self_attention
     before = mixer.A_log.detach().clone()
     trainer.gpt.bfloat16()
-    assert_bit_equal(mixer.A_log.detach(), before, "A_log")
+    same_bits(mixer.A_log.detach(), before, "A_log")
     mixer.A_log.data = mixer.A_log.data.bfloat16()
     with pytest.raises(ContractError, match="A_log: expected torch.float32, found torch.bfloat16"):
         mixer()
@@ -70,15 +57,19 @@ def test_a_parameter_in_another_dtype_is_loaded_when_no_bit_is_lost(new_trainer,
     tensors[f"{prefix}norm.weight"] = tensors[f"{prefix}norm.weight"].float()
     save_file(tensors, tmp_path / "model.safetensors")
     mixer = new_trainer(tmp_path).gpt.decoder.layers[0].self_attention
-    assert_bit_equal(mixer.A_log.detach(), tensors[f"{prefix}A_log"].float(), "A_log")
-    assert_bit_equal(mixer.out_norm.weight.detach().float(), tensors[f"{prefix}norm.weight"], "norm")
+    same_bits(mixer.A_log.detach(), tensors[f"{prefix}A_log"].float(), "A_log")
+    same_bits(mixer.out_norm.weight.detach().float(), tensors[f"{prefix}norm.weight"], "norm")
     tensors[f"{prefix}norm.weight"][3] += 2**-20
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ContractError, match="linear_attn.norm.weight is torch.float32 .* the cast loses bits"):
         new_trainer(tmp_path)
 
 
-LAYOUTS = {"tp2": {"tensor_parallel": 2}, "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True, "recompute": True}}
+LAYOUTS = {
+    "tp2": {"tensor_parallel": 2},
+    "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True, "recompute": True},
+    "pp2": {"pipeline_parallel": 2},  # Gated DeltaNet on the first stage, attention on the second
+}
 
 
 @pytest.fixture(scope="module")
@@ -88,37 +79,42 @@ def one_process(checkpoint_of, sequences, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_heads_over_ranks_have_the_bits_of_one_process(checkpoint_of, sequences, one_process, layout, tmp_path):
+def test_layouts_have_the_bits_of_one_process(checkpoint_of, sequences, one_process, layout, tmp_path):
     model, contract = checkpoint_of(ARCHITECTURE)
     ranks = on_ranks(2, score_and_step, contract, model, sequences, layout, str(tmp_path))
-    for found in ranks:
-        assert_scores(found, one_process)
-        assert_gradients_close(found["gradients"], one_process["gradients"])
+    assert_layout(ranks, one_process, model, tmp_path)
     norm = "model.layers.0.linear_attn.norm.weight"
     assert (ranks[0]["gradients"][norm] == ranks[1]["gradients"][norm]).all(), "ranks would drift apart"
-    stored, exported = (load_file(os.path.join(f, "model.safetensors")) for f in (model, tmp_path))
-    for name, tensor in stored.items():
-        assert_bit_equal(exported[name], tensor, name)
 
 
-def test_a_nested_checkpoint_is_the_text_model(new_trainer, checkpoint_of, sequences, tmp_path, monkeypatch):
-    """Qwen3_5ForConditionalGeneration with the weights of the text model under its own names."""
-    plain = new_trainer().logprobs(sequences[:3], temperature=1.0, with_rows=True)
-    nested, contract = checkpoint_of("Qwen3_5ForConditionalGeneration")
-    shutil.copytree(nested, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(os.path.join(nested, "model.safetensors"))
-    text = load_file(os.path.join(checkpoint_of(ARCHITECTURE)[0], "model.safetensors"))
-    tensors |= {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in text.items()}
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(ARCHITECTURE, "Qwen3_5ForConditionalGeneration"), ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")],
+    ids=["dense", "experts"],
+)
+def test_both_forms_of_a_checkpoint_are_one_model(new_trainer, checkpoint_of, sequences, tmp_path, monkeypatch, one, other):
+    """A text model, and the same weights beside a vision tower: the same rows, and each goes back out in its own form."""
+    folder, contract = checkpoint_of(one)
+    monkeypatch.setenv(CONTRACT_VARIABLE, contract)
+    expected = new_trainer(folder).logprobs(sequences[:3], temperature=1.0, with_rows=True)
+    theirs, contract = checkpoint_of(other)
+    shutil.copytree(theirs, tmp_path, dirs_exist_ok=True)
+    tensors = in_form_of(theirs, folder)
     save_file(tensors, tmp_path / "model.safetensors")
     monkeypatch.setenv(CONTRACT_VARIABLE, contract)
     trainer = new_trainer(tmp_path)
     found = trainer.logprobs(sequences[:3], temperature=1.0, with_rows=True)
-    assert [s.row_digests for s in found] == [s.row_digests for s in plain]
+    assert [s.row_digests for s in found] == [s.row_digests for s in expected]
     trainer.export_hf(tmp_path / "out")
     exported = load_file(tmp_path / "out" / "model.safetensors")
-    assert exported.keys() == tensors.keys() and any("visual" in name for name in exported)
+    assert exported.keys() == tensors.keys() == load_file(os.path.join(theirs, "model.safetensors")).keys()
+    assert any("visual" in name for name in exported) == other.endswith("ConditionalGeneration")
     for name, tensor in tensors.items():
-        assert_bit_equal(exported[name], tensor, name)
+        same_bits(exported[name], tensor, name)
+    norm = trainer.gpt.decoder.layers[0].input_layernorm.weight
+    with torch.no_grad():  # negative control: one ulp of one weight
+        norm.copy_(nudge(norm))
+    assert [s.row_digests for s in trainer.logprobs(sequences[:3], temperature=1.0, with_rows=True)] != [s.row_digests for s in expected]
 
 
 def test_gated_rows_split_as_the_layer_splits_the_product():
@@ -131,7 +127,7 @@ def test_gated_rows_split_as_the_layer_splits_the_product():
     q, gate, k_found, v_found = layers.split_grouped_qkv(product, heads, groups, size)
     by_head = q_gate.view(heads, 2, size, 3)
     for found, rows in ((q, by_head[:, 0]), (gate, by_head[:, 1]), (k_found, k), (v_found, v)):
-        assert_bit_equal(found.flatten(1), rows.reshape(-1, 3).t(), "columns")
+        same_bits(found.flatten(1), rows.reshape(-1, 3).t(), "columns")
 
 
 def test_the_contract_chooses_the_form_of_the_core(new_trainer, checkpoint_of, sequences, tmp_path, monkeypatch):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from isoexec.ops import moe
-from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops._core.bits import bit_equal, nudge
+from tests.ops.op_checks import same_bits
 
 
 def logits(T=50, E=16, seed=0):
@@ -16,7 +17,7 @@ def test_counts_skip_what_is_not_valid():
     counts = moe.tokens_per_expert(experts, num_experts=16)
     assert counts.tolist() == [int((experts == e).sum()) for e in range(16)] and counts.sum() == 200
     valid = torch.arange(50) < 20
-    assert_bit_equal(moe.tokens_per_expert(experts, num_experts=16, valid=valid), moe.tokens_per_expert(experts[:20], num_experts=16))
+    same_bits(moe.tokens_per_expert(experts, num_experts=16, valid=valid), moe.tokens_per_expert(experts[:20], num_experts=16))
     assert moe.tokens_per_expert(experts[:0], num_experts=16).tolist() == [0] * 16
 
 
@@ -33,6 +34,33 @@ def test_loss_and_gradient_are_those_of_fp64(scoring):
     expected.backward()
     assert loss.dtype == torch.float32 and abs(loss.item() - expected.item()) < 1e-7
     assert (x.grad.double() - y.grad).abs().max() < 1e-8 and y.grad.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_tokens_gradient_is_its_own_whatever_the_order_of_the_batch(scoring):
+    """And the same in a second run; the loss, a sum over tokens, moves by roundings. One ulp of a logit moves its row's gradient alone."""
+    x = logits(T=67)
+    counts = moe.tokens_per_expert(moe.route(x, top_k=4, renormalize=True, scoring=scoring)[1], num_experts=16)
+
+    def run(rows):
+        rows = rows.clone().requires_grad_()
+        loss = moe.load_balancing_loss(rows, counts, total_tokens=67, top_k=4, coefficient=1.0, scoring=scoring)
+        loss.backward()
+        return loss.detach(), rows.grad
+
+    loss, gradient = run(x)
+    for again in (run(x), run(x.clone())):
+        same_bits(again[0], loss, "loss")
+        same_bits(again[1], gradient, "gradient")
+    order = torch.randperm(67)
+    permuted = run(x[order])
+    same_bits(permuted[1], gradient[order], "gradient of a permuted batch")
+    assert abs(permuted[0] - loss) < 1e-6
+    planted = nudge(x, 31 * 16 + int(x[31].argmax()), ulps=1)
+    moved = run(planted)[1]
+    others = torch.arange(67) != 31
+    same_bits(moved[others], gradient[others], "the other rows")
+    assert not bit_equal(moved[31], gradient[31])
 
 
 def test_perfect_balance_costs_the_coefficient():
@@ -52,7 +80,7 @@ def test_invalid_rows_may_hold_anything():
     poisoned = x.clone().requires_grad_()
     loss = moe.load_balancing_loss(poisoned, counts, valid=valid, **args)
     loss.backward()
-    assert_bit_equal(loss.detach(), clean)
+    same_bits(loss.detach(), clean)
     assert not poisoned.grad.isnan().any() and (poisoned.grad[~valid] == 0).all()
 
 
@@ -67,7 +95,7 @@ def test_losses_of_two_ranks_add_up_to_the_batch():
 
 def test_bias_moves_towards_the_lacking():
     bias = moe.update_expert_bias(torch.zeros(4), torch.tensor([3, 1, 2, 2]), rate=0.001)
-    assert_bit_equal(bias, torch.tensor([-0.001, 0.001, 0.0, 0.0]))
+    same_bits(bias, torch.tensor([-0.001, 0.001, 0.0, 0.0]))
     assert not bit_equal(moe.update_expert_bias(nudge(torch.ones(4)), torch.tensor([3, 1, 2, 2]), rate=0.001),
                          moe.update_expert_bias(torch.ones(4), torch.tensor([3, 1, 2, 2]), rate=0.001))  # fmt: skip
 

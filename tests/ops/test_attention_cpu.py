@@ -7,6 +7,7 @@ from isoexec.contract import ContractError
 from isoexec.ops import attention
 from isoexec.ops._core.bits import assert_bit_equal, nudge
 from op_checks import bf16_values, same_bits
+from tests.poison import unwritten_memory
 
 H, G, K, BLOCK = 6, 2, 32, 64
 SCALE = K**-0.5
@@ -209,8 +210,8 @@ def test_padding_rows_and_slots():
 
 def test_slots_beyond_int32_elements():
     pages, page_size, groups, size = 2**15 + 2, 128, 8, 64
-    torch.utils.deterministic.fill_uninitialized_memory = False  # 4 GiB of address space; two pages are touched
-    both = torch.empty(pages, groups, page_size, 2 * size, dtype=torch.bfloat16).transpose(1, 2)
+    with unwritten_memory(poisoned=False):  # 4 GiB of address space; two pages are touched
+        both = torch.empty(pages, groups, page_size, 2 * size, dtype=torch.bfloat16).transpose(1, 2)
     assert both.numel() > 2**31
     caches = both[..., :size], both[..., size:]
     q, k, v, starts = (x.bfloat16() if x.is_floating_point() else x for x in qkv([9], 8, groups, size))

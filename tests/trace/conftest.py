@@ -20,13 +20,13 @@ TEMPERATURE, TOKENS, TIMEOUT = 0.7, 6, 540
 LENGTHS = (1, 6, 20, 77, 130)
 
 
-def tied_checkpoint(folder: Path) -> Path:
+def tied_checkpoint(folder: Path, architecture: str) -> Path:
     """A checkpoint in which the router of layer 1 scores two experts alike."""
     from safetensors.torch import load_file, save_file
 
     from isoexec.verify.checkpoint import make_checkpoint
 
-    make_checkpoint(folder, ARCHITECTURE)
+    make_checkpoint(folder, architecture)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     [router] = [name for name in tensors if "layers.1.mlp.gate.weight" in name]
@@ -36,19 +36,19 @@ def tied_checkpoint(folder: Path) -> Path:
 
 
 class Pair:
-    """Both runtimes on one model."""
+    """Both runtimes on one model, in processes of its own or those of ``other``."""
 
-    def __init__(self, group: WorkerGroup, work: Path):
+    def __init__(self, group: WorkerGroup, work: Path, architecture: str = ARCHITECTURE, other: Pair | None = None):
         from isoexec.contract import contract_for_model
         from isoexec.verify.run import worker_environment
 
-        self.work = work
-        self.model, self.contract = tied_checkpoint(work / "model"), work / "contract.json"
+        self.work, self.architecture = work, architecture
+        self.model, self.contract = tied_checkpoint(work / "model", architecture), work / "contract.json"
         self.contract.write_text(contract_for_model(str(self.model), "cpu").to_json())
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
         environment = worker_environment(self.contract) | {"PYTHONPATH": path}
-        self.engine = group.start("engine", "fault_engine", environment)
-        self.trainer = group.start("trainer", "fault_trainer", environment)
+        names = ("engine", "trainer")
+        self.engine, self.trainer = (getattr(other, n) if other else group.start(n, f"fault_{n}", environment) for n in names)
         self.open()
         draw = random.Random(5)
         self.prompts = [[draw.randrange(3, 512) for _ in range(n)] for n in LENGTHS]
@@ -99,7 +99,7 @@ class Pair:
 
     def report(self, rollouts, scores, engine: Path, trainer: Path, second=(None, None)) -> Report:
         file = self.work / "both.zip"
-        bundle.join(file, self.sequences(rollouts, scores), list(zip((engine, trainer), second)), {"model": ARCHITECTURE})
+        bundle.join(file, self.sequences(rollouts, scores), list(zip((engine, trainer), second)), {"model": self.architecture})
         return open_report([file])
 
     def _planted(self, worker, fault, operation, **arguments):
@@ -117,3 +117,10 @@ def pair(tmp_path_factory):
     work = tmp_path_factory.mktemp("trace")
     with WorkerGroup(work) as group:
         yield Pair(group, work)
+
+
+@pytest.fixture(scope="module")
+def latent(pair, tmp_path_factory):
+    """GLM-4.7-Flash in the same processes; they have the other model again afterwards."""
+    yield Pair(None, tmp_path_factory.mktemp("latent"), "Glm4MoeLiteForCausalLM", other=pair)
+    pair.open()

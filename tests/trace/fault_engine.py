@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faults
+import latent_faults
 import planting
 import plug
 
@@ -23,7 +24,7 @@ class Operations(engine_worker.EngineOperations):
         if fault is not None:
             self._planted = plug.Plant()
             model = self._engine._runner.get_model()
-            faults.FAULTS[fault].plant(self._planted, planting.EngineParts(self._engine, model))
+            (faults.FAULTS | latent_faults.FAULTS)[fault].plant(self._planted, planting.EngineParts(self._engine, model))
 
 
 def start() -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faults
+import latent_faults
 import planting
 import plug
 
@@ -22,7 +23,7 @@ class Operations(trainer_worker.TrainerOperations):
             self._planted = None
         if fault is not None:
             self._planted = plug.Plant()
-            faults.FAULTS[fault].plant(self._planted, planting.TrainerParts(self._trainer))
+            (faults.FAULTS | latent_faults.FAULTS)[fault].plant(self._planted, planting.TrainerParts(self._trainer))
 
 
 def start() -> dict:

@@ -63,7 +63,7 @@ SWITCHED = (
     "activation.sigmoid_gate", "activation.silu_mul", "attention.varlen", "attention.write_cache", "gdn.conv1d", "gdn.conv1d_step",
     "gdn.cpr_wy", "gdn.cpr_wy_decode", "gdn.gating", "gdn.l2norm", "logprob.scale_by_temperature", "logprob.token_logprob",
     "matmul.linear", "matmul.lm_head", "moe.combine", "moe.expert_mlp", "moe.route", "norm.add_zero_centered_rms_norm",
-    "norm.gated_rms_norm", "rope.apply_rope", "rope.rope_table",
+    "norm.gated_rms_norm", "norm.rms_norm", "rope.apply_rope", "rope.rope_table",
 )  # fmt: skip
 
 FAULTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faults
+import latent_faults
 import planting
 import pytest
 from faults import FAULTS
@@ -42,7 +43,10 @@ def test_sequences_can_be_chosen(pair):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault(pair, name):
-    fault = FAULTS[name]
+    found_as_planted(pair, name, FAULTS[name])
+
+
+def found_as_planted(pair, name, fault):
     rollouts, engine = pair.clean() if fault.side == "trainer" else pair.sample(name)
     planted = name if fault.side == "trainer" else None
     scores, trainer = pair.score(rollouts, planted, **fault.score)
@@ -107,7 +111,27 @@ def test_the_first_element_is_named(pair, name):
 
 
 def test_what_was_planted_is_gone(pair):
-    """The last test of the module: the sides are identical again."""
+    """The last test of the model: the sides are identical again."""
     rollouts, engine = pair.sample()
     scores, trainer = pair.score(rollouts)
     assert pair.report(rollouts, scores, engine, trainer).verdict == "identical"
+
+
+def test_latent_attention_is_identical_in_every_pass(latent):
+    rollouts, engine = latent.clean()
+    for passes in ({}, {"grad": True, "recompute": True}):
+        scores, trainer = latent.score(rollouts, **passes)
+        found = latent.report(rollouts, scores, engine, trainer)
+        assert found.verdict == "identical" and not found.notes, lines(found)
+        assert found.compared.stages > 70 and sorted(found.compared.heat) == [faults.EMBEDDING, 0, 1, 2, 3, faults.HEAD]
+
+
+@pytest.mark.parametrize("name", latent_faults.FAULTS)
+def test_fault_in_latent_attention(latent, name):
+    found_as_planted(latent, name, latent_faults.FAULTS[name])
+
+
+def test_what_was_planted_in_latent_attention_is_gone(latent):
+    rollouts, engine = latent.sample()
+    scores, trainer = latent.score(rollouts)
+    assert latent.report(rollouts, scores, engine, trainer).verdict == "identical"

@@ -277,6 +277,26 @@ def test_chosen_sequences_rows_and_passes():
         Recorder("all")
 
 
+@pytest.mark.parametrize("level", ("ops", "state"))
+def test_a_write_between_two_ops(level):
+    """What an op returned is read once below level ``state``; a tensor that stands in its place is another."""
+    x, w, weight = torch.randn(3, 16).bfloat16(), torch.ones(16).bfloat16(), torch.randn(16, 16).bfloat16()
+
+    def run(between):
+        recorder = Recorder(level)
+        with registry.observing(recorder), registry.executing("trainer_score"), registry.in_layer(0):
+            recorder.begin(*rows_of((3,)))
+            matmul.linear(between(norm.rms_norm(x, w, 1e-6)), weight)
+        recording = recorder.finish()
+        return columns(recording, "norm.rms_norm", "out"), columns(recording, "matmul.linear", "x")
+
+    out, read = run(lambda y: y)
+    assert out == read
+    for change, seen in ((lambda y: y * 2, True), (lambda y: y.mul_(2), level == "state")):
+        again, read = run(change)
+        assert again == out and all((read[token] != out[token]) == seen for token in out)
+
+
 def test_constants_of_ops_that_share_a_stage():
     """The cache write comes first and has none."""
     constants = [entry for entry in paged(*qkv(), 2)["constants"] if entry["stage"] == "attention"]

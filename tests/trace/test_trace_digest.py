@@ -19,11 +19,12 @@ def mixed(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def defined(row: bytes) -> int:
-    """The definition, written without torch."""
-    filled = row + bytes(-len(row) % 8)
-    words = [int.from_bytes(filled[i : i + 8], "little") for i in range(0, len(filled), 8)]
-    return (sum(mixed((word + (j + 1) * STEP) % WORD) for j, word in enumerate(words)) + mixed(len(row))) % WORD
+def defined(row: bytes, size: int) -> int:
+    """The definition, written without torch: of a row of elements of ``size`` bytes."""
+    wide = min(size, 2)
+    pieces = [int.from_bytes(row[i : i + wide], "little", signed=wide == 2) for i in range(0, len(row), wide)]
+    keys = [(mixed((i // 2 + 1) * STEP % WORD) | 1) * (STEP if i % 2 else 1) for i in range(len(pieces))]
+    return (sum(piece * key for piece, key in zip(pieces, keys)) + mixed(len(row))) % WORD
 
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -34,7 +35,9 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32
 def test_the_definition(dtype, width):
     x = (torch.randn(5, width) * 3).to(dtype)
     found = [value % WORD for value in row_digests(x).tolist()]
-    assert found == [defined(row.contiguous().view(torch.uint8).numpy().tobytes()) for row in x]
+    assert found == [defined(row.contiguous().view(torch.uint8).numpy().tobytes(), x.element_size()) for row in x]
+    into = torch.full((5,), 7)
+    assert row_digests(x, into) is into and [value % WORD for value in into.tolist()] == found
 
 
 def test_a_row_alone_strided_and_in_a_batch():
@@ -46,7 +49,7 @@ def test_a_row_alone_strided_and_in_a_batch():
     qkv = torch.randn(1, 37).bfloat16()[:, :33]  # one row, whose stride is odd
     assert int(row_digests(qkv)) == int(row_digests(qkv.clone(memory_format=torch.contiguous_format)))
     assert len(row_digests(torch.zeros(3, 0))) == 3 and len(row_digests(torch.zeros(0, 5))) == 0
-    large = torch.randn(70, 20000).bfloat16()  # more words than go at once
+    large = torch.randn(70, 20000).bfloat16()  # more pieces than go at once
     assert torch.equal(row_digests(large), torch.cat([row_digests(row.unsqueeze(0)) for row in large]))
 
 
@@ -58,6 +61,17 @@ def test_every_single_change_is_seen():
     assert len(seen) == 1 + 37 * 4
     zero = torch.zeros(1, 4)
     assert len({int(row_digests(z)) for z in (zero, -zero, zero.bfloat16(), torch.zeros(1, 5), torch.full((1, 4), torch.nan))}) == 5
+
+
+def test_a_change_of_one_element_of_32_bits_is_always_seen():
+    """What both pieces of a word may change by, times their keys, never adds up to 0: the second's small multiples are far from small numbers."""
+    multiples = torch.arange(1, 1 << 17, dtype=torch.int64) * (STEP - WORD)
+    nearest = int(torch.minimum(multiples & 0x7FFFFFFFFFFFFFFF, (-multiples) & 0x7FFFFFFFFFFFFFFF).min())
+    assert nearest > 1 << 17
+    x = torch.randn(1, 50)
+    bits = x.view(torch.int32)
+    changed = [bits, *(bits ^ (torch.arange(50) == at).int() * torch.randint(1, 1 << 31, ()).int() for at in range(50) for _ in range(40))]
+    assert len(row_digests(torch.cat(changed)).unique()) == len(changed)
 
 
 def test_changes_do_not_cancel():

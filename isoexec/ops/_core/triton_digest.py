@@ -1,6 +1,6 @@
-"""Digests of rows and of weights on a GPU, one pass over the bytes; the words, keys and mix of the torch forms, so the same numbers.
+"""Digests of rows and of weights on a GPU, one pass over the bytes; the pieces, keys and mix of the torch forms, so the same numbers.
 
-A mixed word is added modulo 2^64, which commutes: neither tiles nor the order of programs move a bit. Nothing is read back, so the kernels
+Everything is added modulo 2^64, which commutes: neither tiles nor the order of programs move a bit. Nothing is read back, so the kernels
 can be captured in a CUDA graph.
 """
 
@@ -12,6 +12,13 @@ import triton.language as tl
 
 _STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
 _BLOCK = 1024
+_PIECES = 2048
+#: Pieces of a row beyond which its sum is cut among programs, and into how many parts at most.
+_WIDE, _PARTS = 1 << 15, 64
+#: Shares of rows from which on a program takes several rows, and (rows, pieces at a time) there: the keys are made once for all of them.
+_MANY, _TALL = 4096, (8, 1024)
+#: Pieces that the compiler may take for whole loads, and tensors of one launch.
+_UNIT, _TOGETHER = 16, 8
 #: Most programs of :func:`part_sum`: some for each multiprocessor of any GPU.
 _PROGRAMS = 1024
 
@@ -24,9 +31,59 @@ def mix(word):
     return word ^ (word >> 31)
 
 
+# A row of one piece is not a kernel of its own: its places would be known to fit 16 bits, and an H200 got another sum from that form.
+@triton.jit(do_not_specialize=["units"])
+def _rows_kernel(pieces, out, length, T, units, stride, programs, UNIT: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """A program's share of the sums over ROWS rows of units * UNIT pieces, each times the odd key of its place."""
+    n = units * UNIT  # tells the compiler that whole units are read
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(1)
+    total = tl.zeros([ROWS, BLOCK], dtype=tl.uint64)
+    for start in range(part * BLOCK, n, programs * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        key = mix(((at // 2).to(tl.uint64) + 1) * STEP) | 1
+        key = tl.where(at % 2 == 1, key * STEP, key)
+        piece = tl.load(pieces + (row * stride)[:, None] + at[None, :], mask=(row < T)[:, None] & (at < n)[None, :], other=0)
+        total += key[None, :] * piece.to(tl.int64).to(tl.uint64, bitcast=True)
+    found = tl.sum(total, 1).to(tl.int64, bitcast=True) + tl.where(part == 0, length, 0)
+    tl.store(out + row * programs + part, found, mask=row < T)
+
+
+@triton.jit(do_not_specialize=[f"{name}{i}" for name in "ons" for i in range(8)])
+def _several_kernel(p0, p1, p2, p3, p4, p5, p6, p7, o0, o1, o2, o3, o4, o5, o6, o7, n0, n1, n2, n3, n4, n5, n6, n7, s0, s1, s2, s3, s4, s5, s6, s7,
+                    UNIT: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One row of one of up to eight tensors, whose rows have n * UNIT pieces s * UNIT apart."""
+    which = tl.program_id(1)
+    p, o, n, s = p0, o0, n0, s0
+    if which == 1:
+        p, o, n, s = p1, o1, n1, s1
+    if which == 2:
+        p, o, n, s = p2, o2, n2, s2
+    if which == 3:
+        p, o, n, s = p3, o3, n3, s3
+    if which == 4:
+        p, o, n, s = p4, o4, n4, s4
+    if which == 5:
+        p, o, n, s = p5, o5, n5, s5
+    if which == 6:
+        p, o, n, s = p6, o6, n6, s6
+    if which == 7:
+        p, o, n, s = p7, o7, n7, s7
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], dtype=tl.uint64)
+    for start in range(0, n * UNIT, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        piece = tl.load(p + row * s * UNIT + at, mask=at < n * UNIT, other=0).to(tl.int64).to(tl.uint64, bitcast=True)
+        key = mix(((at // 2).to(tl.uint64) + 1) * STEP) | 1
+        total += tl.where(at % 2 == 1, key * STEP, key) * piece
+    length = mix((n * UNIT * 2).to(tl.uint64))
+    tl.store(o + row, (tl.sum(total, 0) + length).to(tl.int64, bitcast=True))
+
+
 @triton.jit
-def _rows_kernel(words, out, length, W, STEP: tl.constexpr, PLACED: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of W words: the sum of its mixed words, each with the key of its place, or all with the first."""
+def _columns_kernel(words, out, W, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """One row of W words: the sum of its mixed words, all with one key."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], dtype=tl.uint64)
     for start in range(0, W, BLOCK):
@@ -35,9 +92,8 @@ def _rows_kernel(words, out, length, W, STEP: tl.constexpr, PLACED: tl.constexpr
         if word.dtype == tl.int16:  # a pattern of 16 bits, not a number
             word = word.to(tl.uint16, bitcast=True)
         word = word.to(tl.int64).to(tl.uint64, bitcast=True)
-        key = (at.to(tl.uint64) + 1) * STEP if PLACED else STEP
-        total += tl.where(at < W, mix(word + key), 0)
-    tl.store(out + row, tl.sum(total, 0).to(tl.int64, bitcast=True) + length)
+        total += tl.where(at < W, mix(word + STEP), 0)
+    tl.store(out + row, tl.sum(total, 0).to(tl.int64, bitcast=True))
 
 
 @triton.jit
@@ -59,15 +115,57 @@ def _part_kernel(bits, out, count, columns, stride, first, programs, PACKED: tl.
     tl.store(out + program, tl.sum(total, 0).to(tl.int64, bitcast=True))
 
 
-def row_sums(words: torch.Tensor, length: int, *, placed: bool) -> torch.Tensor:
-    """[T] int64: sum of the mixed words of each row of ``words`` [T, W], contiguous integers, plus ``length``.
+def row_sums(pieces: torch.Tensor, length: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[T] int64, in ``out`` if given: sum of the pieces of each row times the keys of their places, plus ``length``.
 
     Args:
-        placed: a word's key is of its place in the row; else every key is that of the first place. 16-bit words count as unsigned.
+        pieces: [T, n] int16, whose rows are contiguous.
     """
-    out = torch.empty(words.shape[0], dtype=torch.int64, device=words.device)
+    T, n = pieces.shape
+    out = torch.empty(T, dtype=torch.int64, device=pieces.device) if out is None else out
+    # A row of a vocabulary would keep one program busy for longer than its product took.
+    programs = min(triton.cdiv(n, _PIECES), _PARTS) if n > _WIDE else 1
+    if T:
+        found = out if programs == 1 else torch.empty(T, programs, dtype=torch.int64, device=pieces.device)
+        unit = _UNIT if n % _UNIT == 0 else 1
+        rows, block = _TALL if T * programs >= _MANY else (1, _PIECES)
+        _rows_kernel[(triton.cdiv(T, rows), programs)](
+            pieces, found, length, T, n // unit, pieces.stride(0), programs, UNIT=unit, STEP=_STEP, ROWS=rows, BLOCK=block, num_warps=4
+        )
+        if programs > 1:
+            torch.sum(found, 1, out=out)
+    return out
+
+
+def several_row_sums(jobs: list[tuple[torch.Tensor, int, torch.Tensor]]) -> None:
+    """:func:`row_sums` of several (pieces, length, out) of equally many rows, of elements of two bytes or more, in few launches."""
+    together = []
+    for pieces, length, out in jobs:
+        if _narrow_and_aligned(pieces):
+            together.append((pieces, out))
+        else:
+            row_sums(pieces, length, out)
+    for at in range(0, len(together), _TOGETHER):
+        group = together[at : at + _TOGETHER]
+        T, filled = group[0][0].shape[0], [group[min(i, len(group) - 1)] for i in range(_TOGETHER)]
+        if T:
+            _several_kernel[(T, len(group))](
+                *(pieces for pieces, _ in filled), *(out for _, out in filled), *(pieces.shape[1] // _UNIT for pieces, _ in filled),
+                *(pieces.stride(0) // _UNIT for pieces, _ in filled), UNIT=_UNIT, STEP=_STEP, BLOCK=_PIECES, num_warps=4,
+            )  # fmt: skip
+
+
+def _narrow_and_aligned(pieces: torch.Tensor) -> bool:
+    """Whether a row is one program's work, in loads of 16 bytes."""
+    n, stride = pieces.shape[1], pieces.stride(0)
+    return 0 < n <= _WIDE and n % _UNIT == 0 and stride % _UNIT == 0 and pieces.data_ptr() % 16 == 0
+
+
+def column_sums(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[T] int64, in ``out`` if given: sum of the mixed words of each row of ``words`` [T, W], contiguous integers; 16-bit ones count as unsigned."""
+    out = torch.empty(words.shape[0], dtype=torch.int64, device=words.device) if out is None else out
     if words.shape[0]:
-        _rows_kernel[(words.shape[0],)](words, out, length, words.shape[1], STEP=_STEP, PLACED=placed, BLOCK=_BLOCK, num_warps=4)
+        _columns_kernel[(words.shape[0],)](words, out, words.shape[1], STEP=_STEP, BLOCK=_BLOCK, num_warps=4)
     return out
 
 

@@ -26,11 +26,23 @@ class Rows(NamedTuple):
     keep: torch.Tensor | None
 
 
+def reading(*names: str):
+    """Names the arguments that a function of positions reads besides the number of tokens."""
+
+    def decorate(function):
+        function.reads = names
+        return function
+
+    return decorate
+
+
+@reading("cu_seqlens")
 def of_bounds(a: dict, rows: Rows) -> torch.Tensor:
     """Positions within ``cu_seqlens``."""
     return _within(a["cu_seqlens"], a["q"].shape[0])
 
 
+@reading("seq_lens", "query_start_loc")
 def of_pages(a: dict, rows: Rows) -> torch.Tensor:
     """Positions that ``seq_lens`` and ``query_start_loc`` give to the new tokens."""
     starts, tokens = a["query_start_loc"].to(torch.int64), a["q"].shape[0]
@@ -39,6 +51,7 @@ def of_pages(a: dict, rows: Rows) -> torch.Tensor:
     return _within(starts, tokens) + past[owner]
 
 
+@reading("plan")
 def of_plan(a: dict, rows: Rows) -> torch.Tensor:
     """Positions of a chunk plan."""
     plan = a["plan"]
@@ -46,8 +59,9 @@ def of_plan(a: dict, rows: Rows) -> torch.Tensor:
     return local + torch.tensor(plan.starts, dtype=torch.int64, device=owner.device)[owner]
 
 
+@reading("positions")
 def of_steps(a: dict, rows: Rows) -> torch.Tensor:
-    """Positions of single tokens."""
+    """Positions that are an argument."""
     return a["positions"].to(torch.int64)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,12 +14,15 @@ from isoexec.contract import ContractError
 from isoexec.ops._core import registry
 from isoexec.ops._core.registry import EMBEDDING, HEAD
 from isoexec.ops._trace import context
+from isoexec.ops._trace.captured import Captured, Replay
 from isoexec.ops._trace.context import Rows
 from isoexec.ops._trace.digest import column_digests, row_digests, weight_digest
 from isoexec.ops._trace.stages import COARSE, STAGES, Read
+from isoexec.ops._trace.streams import Stream, as_values, width
 
-#: ``layers``: the residual stream and what follows the last layer, cheap enough for a whole run. ``ops``: what every op reads and writes.
-#: ``state``: also digests of caches and states; reads a cache as often as attention does.
+#: ``layers``: the residual stream and what follows the last layer, cheap enough for a whole run. ``ops``: what every op reads and writes; a
+#: tensor that one op returns and another takes is read once. ``state``: also digests of caches and states, which reads a cache as often as
+#: attention does; each argument is read when its op is called, so that a write in between shows.
 LEVELS = ("layers", "ops", "state")
 
 
@@ -29,16 +34,6 @@ class Wanted(NamedTuple):
     occurrence: int
     sequence: int
     position: int
-
-
-@dataclass
-class Stream:
-    """Records of one stage in one case; what one pass adds is a chunk."""
-
-    order: int
-    ops: dict[str, None] = field(default_factory=dict)
-    fields: dict[str, dict] = field(default_factory=dict)  # name -> kind, dtype, width in bytes
-    chunks: list[tuple[Rows, dict[str, torch.Tensor]]] = field(default_factory=list)
 
 
 @dataclass
@@ -85,6 +80,9 @@ class Recorder:
         self._outside = EMBEDDING  # the pseudo layer of ops that run in no layer
         self._current = self._previous = EMBEDDING
         self._visits: dict[int, _Visit] = {}
+        self._known: dict = {}  # what a pass has read, so far as it may be read once
+        self._capture: Captured | None = None
+        self._replays: list[Replay] = []
         self.streams: dict[tuple, Stream] = {}
         self.lists: dict[tuple, dict[tuple, int]] = {}
         self.weights: dict[tuple, dict] = {}
@@ -109,19 +107,69 @@ class Recorder:
 
     def select(self, sequence: torch.Tensor, position: torch.Tensor) -> None:
         """The ops that follow in this pass get these rows, as the head gets some of a pass's tokens."""
+        self._rows = Rows(sequence, position, None) if self._capture else self._rows_of(sequence, position)
+        self._known = {}
+        if self._capture:
+            self._capture.part(self._rows)
+        if self._visits:
+            self._visits[self._current].last = None
+
+    def _rows_of(self, sequence: torch.Tensor, position: torch.Tensor) -> Rows:
         sequence, position = sequence.cpu(), position.cpu()
         if self._numbers is not None:
             sequence = self._numbers[sequence]
         keep = sequence >= 0
         if self._sequences is not None:
             keep &= torch.isin(sequence, self._sequences)
-        self._rows = Rows(sequence, position, None if bool(keep.all()) else keep.nonzero().squeeze(1))
-        if self._visits:
-            self._visits[self._current].last = None
+        return Rows(sequence, position, None if bool(keep.all()) else keep.nonzero().squeeze(1))
 
     def idle(self) -> None:
         """The ops that follow are not recorded."""
         self._rows = None
+
+    @contextlib.contextmanager
+    def capturing(self):
+        """The passes inside are captured in a CUDA graph, not run: inside ``torch.cuda.graph``, and within :func:`registry.observing`.
+
+        :meth:`begin` and :meth:`select` are called as in a pass, with as many rows as the graph computes; whose they are is said at each
+        replay (:meth:`replayed`). Yields the :class:`Captured`, which has to live as long as the graph.
+
+        Raises:
+            ContractError: what is asked for is read by host code, which a replay does not run.
+        """
+        if self.level == "state" or self._wanted:
+            asked = "level state" if self.level == "state" else "rows kept whole"
+            raise ContractError(f"trace: {asked}: expected level layers or ops in a captured pass; run the engine with enforce_eager")
+        self._close_visits()
+        own, self._capture = (self.streams, self.lists), Captured()
+        self.streams, self.lists = self._capture.streams, self._capture.lists
+        try:
+            yield self._capture
+            self._close_visits()
+            self._capture.end()
+        finally:
+            (self.streams, self.lists), self._capture = own, None
+            self._visits, self._known = {}, {}
+            self.idle()
+
+    def replayed(self, captured: Captured, *rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """A graph with a captured pass was launched on the current stream; called before it is launched again.
+
+        Args:
+            captured: of that graph.
+            rows: (sequence, position) for each :meth:`begin` and :meth:`select` of the captured pass; rows of the graph beyond them are padding.
+
+        Raises:
+            ContractError: other parts than the pass has, or more rows than a part holds.
+        """
+        counts = [len(part.sequence) for part, _ in captured.parts]
+        found = [len(sequence) for sequence, _ in rows]
+        if len(found) != len(counts) or any(n > count for n, count in zip(found, counts)):
+            raise ContractError(f"trace: replay: expected rows for parts of at most {counts}, found {found}; name those of this graph's batch")
+        while captured.unread:
+            self._weights(*captured.unread.pop(0))
+        whose = [self._rows_of(*part) for part in rows]
+        self._replays.append(Replay(captured, whose, [[sheet.clone() for sheet in sheets] for _, sheets in captured.parts]))
 
     # --- what the registry shows ------------------------------------------------------------------------------------------
 
@@ -165,6 +213,8 @@ class Recorder:
         visit = self._visits.get(layer)
         if layer == self._current and visit is not None and visit.case == case:
             return visit
+        if self._capture:
+            self._capture.flush()
         if visit is not None and (layer, case) != (HEAD, visit.case):
             self._close(layer)  # recomputation visits a layer again
         self._previous, self._current = self._current, layer
@@ -176,18 +226,17 @@ class Recorder:
         if self.level == "layers":
             return found
         if read.positions is not None:
-            position = self._cut(read.positions(a, rows).to(torch.int64))
-            found["position"] = ("position", None if position is None else position.clone(), None)  # a runtime reuses its buffers
+            found["position"] = ("position", self._positions(read, a), None)
         for name in read.sampling:
             value = a[name]
             if not value.is_floating_point():
                 value = value.to(torch.int64)
             value = self._cut(value.reshape(-1) if value.dim() else value.expand(len(rows.sequence)))
-            found[name] = ("sampling", None if value is None else row_digests(value), value)
+            found[name] = ("sampling", self._digests(value), value)
         for name in read.inputs:
             if a.get(name) is not None:
                 value = self._cut(a[name])
-                found[name] = ("in", None if value is None else row_digests(value), value)
+                found[name] = ("in", self._once(a[name], value), value)
         if self.level == "state" and read.history is not None:
             found["history"] = ("history", self._cut(read.history(a, rows)), None)
         return found
@@ -205,11 +254,11 @@ class Recorder:
         for name, index in read.results.items():
             if self.level != "layers":
                 value = self._cut(results[index])
-                found[name] = ("in", None if value is None else row_digests(value), value)
-        for name, value in outputs.items():
-            value = self._cut(value)
+                found[name] = ("in", self._once(results[index], value), value)
+        for name, result in outputs.items():
+            value = self._cut(result)
             kind = "sampling" if op == "sampling.draw" and name == "tokens" else "out"
-            digests = None if value is None else column_digests(value.flatten(1)) if free else row_digests(value)
+            digests = self._digests(value, free) if free else self._once(result, value, new=True)
             found[name] = (kind, digests, value)
         key = layer, read.stage, occurrence
         self._add(stream, chunk, found, joins)
@@ -240,33 +289,23 @@ class Recorder:
                 continue
             if joins and name in chunk:
                 if kind == "out":
-                    chunk[name] = chunk[name] + digests
+                    chunk[name] = self._capture.add(chunk[name], digests) if self._capture else chunk[name] + digests
                     if len(stream.chunks) == 1:
-                        stream.fields[name]["width"] += _width(value)
+                        stream.fields[name]["width"] += width(value)
                 continue
             chunk[name] = digests
             if name not in stream.fields:
                 dtype = "int64" if value is None else str(value.dtype).removeprefix("torch.")
-                stream.fields[name] = {"kind": kind, "dtype": dtype, "width": 8 if value is None else _width(value)}
+                stream.fields[name] = {"kind": kind, "dtype": dtype, "width": 8 if value is None else width(value)}
         if new and chunk:
             stream.chunks.append((self._rows, chunk))
 
     def _parameters(self, key: tuple, read: Read, a: dict, free: bool, joins: bool) -> None:
-        known = self.weights.setdefault(key, {})
-        for name in read.weights:
-            if a.get(name) is None or (name in known and not joins):
-                continue
-            if joins and name in known and a[name].data_ptr() in known[name]["parts"]:
-                continue
-            digest = int(weight_digest(a[name], ordered=not free)) % (1 << 64)
-            shape, dtype = _shape(a[name])
-            if joins and name in known:
-                digest = (digest + known[name]["digest"]) % (1 << 64)
-                shape = [known[name]["shape"][0] + shape[0], *shape[1:]]
-                known[name] |= {"digest": digest, "shape": shape, "parts": known[name]["parts"] | {a[name].data_ptr()}}
-            else:
-                parts = {a[name].data_ptr()} if isinstance(a[name], torch.Tensor) else set()
-                known[name] = {"digest": digest, "shape": shape, "dtype": dtype, "parts": parts}
+        weights = {name: a[name] for name in read.weights if a.get(name) is not None}
+        if self._capture:
+            self._capture.unread.append((key, weights, free, joins))
+        else:
+            self._weights(key, weights, free, joins)
         constants = self.constants.setdefault(key, {})
         for name in read.constants:
             if name in a and name not in constants:
@@ -274,6 +313,22 @@ class Recorder:
         for name in ("plan", "pool") if read.stage == "gdn.core" else ():
             if name in a:
                 constants["chunk"] = str(a[name].chunk)
+
+    def _weights(self, key: tuple, weights: dict, free: bool, joins: bool) -> None:
+        """Digests of parameters: of each once, which waits for the device."""
+        known = self.weights.setdefault(key, {})
+        for name, weight in weights.items():
+            if name in known and (not joins or weight.data_ptr() in known[name]["parts"]):
+                continue
+            digest = int(weight_digest(weight, ordered=not free)) % (1 << 64)
+            shape, dtype = _shape(weight)
+            if joins and name in known:
+                digest = (digest + known[name]["digest"]) % (1 << 64)
+                shape = [known[name]["shape"][0] + shape[0], *shape[1:]]
+                known[name] |= {"digest": digest, "shape": shape, "parts": known[name]["parts"] | {weight.data_ptr()}}
+            else:
+                parts = {weight.data_ptr()} if isinstance(weight, torch.Tensor) else set()
+                known[name] = {"digest": digest, "shape": shape, "dtype": dtype, "parts": parts}
 
     def _pieces(self, read: Read, a: dict, before: bool) -> list | None:
         if self.level != "state" or read.pieces is None:
@@ -303,6 +358,37 @@ class Recorder:
                             | {"dtype": dtype, "shape": list(row.shape), "data": data}
                         )
 
+    def _digests(self, value: torch.Tensor | None, free: bool = False) -> torch.Tensor | None:
+        """[T] digests of rows; None where they are not the pass's."""
+        if value is None:
+            return None
+        if not self._capture:
+            return column_digests(value.flatten(1)) if free else row_digests(value)
+        if free:
+            return self._capture.written(value.device, lambda row: column_digests(value.flatten(1), row), value)
+        return self._capture.digests(value)
+
+    def _once(self, tensor: torch.Tensor, value: torch.Tensor | None, new: bool = False) -> torch.Tensor | None:
+        """:meth:`_digests` of ``value``, the recorded rows of ``tensor``; below level ``state`` those that are known of the same object."""
+        known = None if new or self.level == "state" else self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        found = self._digests(value)
+        self._known[id(tensor)] = weakref.ref(tensor), found
+        return found
+
+    def _positions(self, read: Read, a: dict) -> torch.Tensor | None:
+        """Positions of the recorded rows as an op sees them; below level ``state`` found once for a pass."""
+        sources = [a[name] for name in read.positions.reads]
+        key = read.positions, *map(id, sources)
+        if self.level != "state" and key in self._known:
+            return self._known[key][1]
+        found = self._cut(read.positions(a, self._rows).to(torch.int64))
+        if found is not None:  # a runtime reuses its buffers
+            found = self._capture.written(found.device, lambda row, x=found: row.copy_(x), found) if self._capture else found.clone()
+        self._known[key] = sources, found  # held, so that an id stays one object's
+        return found
+
     def _cut(self, x: torch.Tensor) -> torch.Tensor | None:
         """Rows of ``x`` to record; an engine's padding lies at the end. None: it does not hold the pass's rows."""
         count = len(self._rows.sequence)
@@ -323,6 +409,22 @@ class Recorder:
         stages = tuple(visit.stages)
         lists[stages] = lists.get(stages, 0) + 1
 
+    def _unfold(self, replay: Replay) -> None:
+        """Add what a replay wrote, as if its pass had run here."""
+        columns: dict[tuple, dict[int, list]] = {}
+        for column in replay.captured.columns:
+            columns.setdefault(column.stream, {}).setdefault(column.part, []).append(column)
+        for key, template in replay.captured.streams.items():
+            stream = self.streams.setdefault(key, Stream(template.order))
+            stream.ops |= template.ops
+            for name, about in template.fields.items():
+                stream.fields.setdefault(name, about)
+            stream.chunks += [replay.chunk(part) for part in columns[key].values()]
+        for place, found in replay.captured.lists.items():
+            own = self.lists.setdefault(place, {})
+            for stages, passes in found.items():
+                own[stages] = own.get(stages, 0) + passes
+
     # --- the result -------------------------------------------------------------------------------------------------------
 
     def finish(self) -> dict:
@@ -334,9 +436,12 @@ class Recorder:
         """
         self._close_visits()
         self._rows = None
+        for replay in self._replays:
+            self._unfold(replay)
+        self._replays = []
         return {
             "level": self.level,
-            "streams": [_stream(key, stream) for key, stream in self.streams.items() if stream.chunks],
+            "streams": [as_values(key, stream) for key, stream in self.streams.items() if stream.chunks],
             "lists": [
                 {"case": case, "layer": layer, "stages": [list(s) for s in stages], "passes": passes}
                 for (case, layer), found in self.lists.items()
@@ -358,31 +463,6 @@ class Recorder:
             "tensors": self.tensors,
             "unplaced": self.unplaced,
         }
-
-
-def _stream(key: tuple, stream: Stream) -> dict:
-    kept = [(rows.sequence, rows.position) if rows.keep is None else (rows.sequence[rows.keep], rows.position[rows.keep])
-            for rows, _ in stream.chunks]  # fmt: skip
-    sequence, position = (torch.cat(part).to(torch.int32) for part in zip(*kept))
-    names = [name for name in stream.fields if all(name in chunk for _, chunk in stream.chunks)]
-    return dict(zip(("case", "layer", "stage", "occurrence"), key)) | {
-        "order": stream.order,
-        "ops": list(stream.ops),
-        "sequence": _raw(sequence),
-        "position": _raw(position),
-        "fields": [
-            {"name": name, **stream.fields[name], "data": _raw(torch.cat([chunk[name] for _, chunk in stream.chunks]))} for name in names
-        ],
-    }
-
-
-def _raw(x: torch.Tensor) -> bytes:
-    return x.cpu().contiguous().numpy().tobytes()
-
-
-def _width(value: torch.Tensor) -> int:
-    """Bytes of a row."""
-    return value[:1].numel() * value.element_size()
 
 
 def _shape(weight) -> tuple[list[int], str]:

@@ -23,7 +23,7 @@ class Read(NamedTuple):
         weights: arguments that are parameters.
         constants: arguments that are numbers.
         sampling: arguments that say what is sampled; one number for all tokens, or one each.
-        positions: arguments -> position of each row as the op sees it.
+        positions: arguments, rows -> position of each row as the op sees it; ``reads`` names the arguments.
         history: arguments, rows -> digests of what each row sees of its past; only at level ``state``.
         pieces: arguments -> (slots, states) of an op that keeps a state; only at level ``state``.
         free: the columns of the first product of a layer, in whatever order its runtime stores them.
@@ -81,7 +81,7 @@ STAGES: dict[str, tuple[Read, ...]] = {
     "collective.rows_of_owners": (Read("collective.rows_of_owners", ("rows",)),),
     "collective.column_parallel_input": (Read("collective.column_parallel_input", ("x",)),),
     "rope.rope_table": (
-        Read("rope.rope_table", (), ("cos", "sin"), constants=("rotary_dim", "theta"), positions=lambda a, rows: a["positions"]),
+        Read("rope.rope_table", (), ("cos", "sin"), constants=("rotary_dim", "theta"), positions=context.of_steps),
     ),
     "rope.apply_rope": (Read("rope.apply_rope", ("x", "cos", "sin"), constants=("interleaved",)),),
     "norm.residual_add": (Read("norm.residual_add", ("x", "residual")),),

@@ -43,6 +43,7 @@ COMMON = (
     Setting("cpu_offloading", (False,), "offload hooks are not called by the layers"),
     Setting("fine_grained_activation_offloading", (False,), "offload hooks are not called by the layers"),
     Setting("cuda_graph_impl", ("none",), "captured graphs replay without the op registry"),
+    Setting("context_parallel_size", (1,), "no layer fetches keys, values or states of the other ranks"),
     Setting("mtp_num_layers", (None, 0), _UNROUTED),
     Setting("use_mup", (False,), _UNROUTED),
     Setting("heterogeneous_block_specs", (False,), "layers would differ"),
@@ -154,7 +155,6 @@ PARTIAL_ROPE = tuple(name for name in ARCHITECTURES if name.startswith("Qwen3_5"
 _DEGREES = (
     ("trainer_tp", "tensor_model_parallel_size"),
     ("trainer_pp", "pipeline_model_parallel_size"),
-    ("trainer_cp", "context_parallel_size"),
     ("trainer_ep", "expert_model_parallel_size"),
 )
 
