@@ -10,6 +10,8 @@ import matplotlib.pyplot as plt
 
 from bench import table
 
+WIDEST = 4.0  # a longer bar is cut there, and says its ratio
+
 
 def main(source=table.PATH, picture=Path(__file__).with_name("results.png")):
     rows = [row for row in table.read(source) if row["ratio"]]
@@ -17,10 +19,12 @@ def main(source=table.PATH, picture=Path(__file__).with_name("results.png")):
     ratios = [float(row["ratio"]) for row in rows]
     met = [not row["target"] or ratio <= float(row["target"]) for row, ratio in zip(rows, ratios)]
     figure, axes = plt.subplots(figsize=(10, 0.22 * len(rows) + 1.2))
-    axes.barh(range(len(rows)), ratios, color=["#4878a8" if ok else "#c8553d" for ok in met])
+    axes.barh(range(len(rows)), [min(ratio, WIDEST) for ratio in ratios], color=["#4878a8" if ok else "#c8553d" for ok in met])
     for y, row in enumerate(rows):
         if row["target"]:
             axes.plot([float(row["target"])] * 2, [y - 0.4, y + 0.4], color="black")
+        if ratios[y] > WIDEST:
+            axes.text(WIDEST, y, f" {ratios[y]:.3g}", fontsize=7, va="center")
     axes.set_yticks(range(len(rows)), names, fontsize=7)
     axes.set_ylim(-1, len(rows))
     axes.axvline(1.0, color="grey", linestyle=":")

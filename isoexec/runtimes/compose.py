@@ -74,6 +74,9 @@ PROOFS = {
     "experts": Proof(("tests/moe/test_experts.py", "tests/moe/test_combine.py"), _MOE, ("combine_groups",)),
 }  # fmt: skip
 
+#: Form of the Gated DeltaNet core -> chunk sizes that have passed its gates on a GPU (tests/gdn/gates.py).
+GPU_CHUNKS = {"cpr": (16, 64), "cpr_wy": (16, 32)}
+
 #: Constants that the schedule fixes, by region.
 _FIXED = {"gdn_edges": {"l2norm_epsilon": bits32(1e-6), "softplus_threshold": bits32(20.0)}}
 
@@ -145,12 +148,17 @@ def check_installed(contract: ExecutionContract) -> None:
 
 def _entries(contract: ExecutionContract, region: Region, device: str) -> list[Entry]:
     """One entry for every set of ops that cases of the region call."""
-    known = evidence.declarations()
-    proof = PROOFS[f"gdn_core.{contract.numerics.gdn_form}" if region.name == "gdn_core" else region.name]
+    known, numerics = evidence.declarations(), dataclasses.asdict(contract.numerics)
+    form, chunk = numerics["gdn_form"], numerics["gdn_chunk"]
+    if region.name == "gdn_core" and contract.backend == "cuda" and chunk not in GPU_CHUNKS[form]:
+        proven = " or ".join(map(str, GPU_CHUNKS[form]))
+        raise ContractError(
+            f"numerics.gdn_chunk: {chunk} has not passed the gates of the form {form} on a GPU; expected {proven}, or a gate of it"
+        )
+    proof = PROOFS[f"gdn_core.{form}" if region.name == "gdn_core" else region.name]
     groups: dict[tuple[str, ...], list[str]] = {}
     for case in region.cases:
         groups.setdefault(region.ops(case), []).append(case)
-    numerics = dataclasses.asdict(contract.numerics)
     constants = {name: f"0x{numerics[name]:08x}" for name in proof.constants} | _FIXED.get(region.name, {})
     alone = len(groups) == 1
     on_gpu = contract.backend == "cuda"

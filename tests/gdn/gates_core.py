@@ -252,7 +252,7 @@ def accuracy(form, chunk):
     same[4].fill_(1.0)
     exact = recurrence(*same, [256])[0]
     adversarial = relative(one_shot(same, [256], chunk, form).bfloat16(), exact), relative(native(same, [256]), exact)
-    assert adversarial[0] < 2.5e-2, adversarial
+    assert adversarial[0] <= adversarial[1], adversarial
     return {"relative_error": ours, "native_chunk": theirs, "against_cpu_reference": against, "identical_keys": adversarial[0],
             "identical_keys_native_chunk": adversarial[1]}  # fmt: skip
 
