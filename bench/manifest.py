@@ -1,9 +1,9 @@
 """What the weight manifest costs: ``python -m bench.manifest [--device cpu|cuda] [--commit HASH] [--out FILE]``.
 
-On a CPU: the trainer's manifest against a step of its own (scoring, and one optimizer step; a run samples besides, and syncs). On a GPU: the
-digests of 2 GiB of weights against the bare transfer of the same bytes to another process, as SkyRL's does it between sides that share a
-GPU: joined in one buffer, its CUDA IPC handle sent, copied from there into the parameters. What a sync does besides (mapping of names, HTTP
-and Ray, the engine's loader, the cache flush) is not in it.
+On a CPU: the trainer's manifest against a step of its own (scoring, and one optimizer step; a run samples besides, and syncs). On a GPU:
+the digests of 2 GiB of weights against the bare transfer of the same bytes to another process, as SkyRL's does it between sides that
+share a GPU: joined in one buffer, its CUDA IPC handle sent, copied from there into the parameters. What a sync does besides (mapping of
+names, HTTP and Ray, the engine's loader, the cache flush) is not in it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A Qwen3 model of random weights: one decode step and one packed pass, from token ids to logprobs, written with isoexec's ops.
 
-What an engine runs for a batch of single tokens, and a trainer for packed sequences, without either: the product's model functions on static
-buffers, small enough to be captured by hand. Any device; :data:`TINY` is for a CPU.
+What an engine runs for a batch of single tokens, and a trainer for packed sequences, without either: the product's model functions on
+static buffers, small enough to be captured by hand. Any device; :data:`TINY` is for a CPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ class Model:
     def __init__(self, sizes: Sizes, device, seed: int = 3):
         self.sizes, self.numerics = sizes, Numerics()
         s, self._generator, self._device = sizes, torch.Generator(device).manual_seed(seed), device
-        self.embedding, self.head, self.final = self.random(s.vocabulary, s.hidden, scale=1.0), self.random(s.vocabulary, s.hidden), self.norm(s.hidden)
+        self.embedding, self.head, self.final = (
+            self.random(s.vocabulary, s.hidden, scale=1.0),
+            self.random(s.vocabulary, s.hidden),
+            self.norm(s.hidden),
+        )
         queries, keys = s.heads * s.head_size, s.key_heads * s.head_size
 
         def split(qkv):
@@ -96,7 +100,9 @@ class DecodeStep(Model):
     def __init__(self, sizes: Sizes, device):
         super().__init__(sizes, device)
         s, pages = sizes, -(-sizes.context // sizes.page)
-        self.caches = [[self.random(s.batch * pages, s.page, s.key_heads, s.head_size, scale=1.0) for _ in range(2)] for _ in range(s.layers)]
+        self.caches = [
+            [self.random(s.batch * pages, s.page, s.key_heads, s.head_size, scale=1.0) for _ in range(2)] for _ in range(s.layers)
+        ]
         self.table = torch.arange(s.batch * pages, dtype=torch.int32, device=device).view(s.batch, pages)
         self.ids = self.draw(s.batch)
         self.positions = torch.full((s.batch,), s.context - 1, dtype=torch.int64, device=device)

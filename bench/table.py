@@ -81,7 +81,7 @@ class Table:
             op, stage, shape: the case, e.g. ``"moe.combine", "forward", "256x8x2048"``.
             ours_us, native_us: medians of one run in microseconds; ``native_us`` None where nothing native was measured, and ``native`` says what was.
             target: ratio to reach, or None.
-            clock: ``"graph"`` (replayed CUDA graphs) or ``"events"``.
+            clock: ``"graph"`` (replayed CUDA graphs), ``"events"`` or ``"host"`` (what the host waits, its own work included).
             note: how the figure was taken, where that is not plain.
         """
         ratio = "" if native_us is None else f"{ours_us / native_us:.3f}"

@@ -298,7 +298,9 @@ def _live_status(options) -> int:
     for name, group in groups.items():
         for p in group:
             architecture, policy = p.identity.semantic.get("architecture"), p.identity.digests["numerical_policy"]
-            rows.append((str(p.pid), p.identity.role, f"{p.age:.0f} s", str(architecture), name[:12], policy[:12], _served_by_case(p.served)))
+            rows.append(
+                (str(p.pid), p.identity.role, f"{p.age:.0f} s", str(architecture), name[:12], policy[:12], _served_by_case(p.served))
+            )
     _print_rows(rows)
     for line in refused:
         print(f"DIFFERENT: {line}")

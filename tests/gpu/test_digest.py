@@ -34,17 +34,6 @@ def test_rows(device, dtype, shape):
         assert not torch.equal(row_digests(x)[-1].cpu(), want[-1]) and torch.equal(row_digests(x)[:-1].cpu(), want[:-1])
 
 
-@pytest.mark.parametrize("width", (1, 9, 48))
-def test_many_rows_at_once(device, width, monkeypatch):
-    """Programs of eight rows, the last of which has less."""
-    monkeypatch.setattr(triton_digest, "_MANY", 16)
-    monkeypatch.setattr(triton_digest, "_WIDE", 32)
-    monkeypatch.setattr(triton_digest, "_PIECES", 16)
-    monkeypatch.setattr(triton_digest, "_TALL", (8, 16))
-    x = patterns((19, width), torch.bfloat16, device)
-    assert torch.equal(row_digests(x).cpu(), rows.row_digests(x.cpu()))
-
-
 def test_several_tensors_in_one_launch(device):
     """Ten of one number of rows, one of which is cut out of wider rows, one too wide, and some that loads of 16 bytes do not fit."""
     wide = patterns((5, 3, 64), torch.bfloat16, device)

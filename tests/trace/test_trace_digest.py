@@ -64,7 +64,7 @@ def test_every_single_change_is_seen():
 
 
 def test_a_change_of_one_element_of_32_bits_is_always_seen():
-    """What both pieces of a word may change by, times their keys, never adds up to 0: the second's small multiples are far from small numbers."""
+    """What both pieces of a word may change by, times their keys, is never 0: the second's small multiples are far from small numbers."""
     multiples = torch.arange(1, 1 << 17, dtype=torch.int64) * (STEP - WORD)
     nearest = int(torch.minimum(multiples & 0x7FFFFFFFFFFFFFFF, (-multiples) & 0x7FFFFFFFFFFFFFFF).min())
     assert nearest > 1 << 17

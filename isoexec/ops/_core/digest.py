@@ -8,7 +8,9 @@ Flood, 2014).
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -34,6 +36,31 @@ def tensor_digest(part: torch.Tensor, shape=None, offsets=None) -> TensorDigest:
     Raises:
         ContractError: the part does not lie within the whole, or the tensor is too large for an index and the bits to share a word.
     """
+    digest, total = _summed(part, shape, offsets)
+    return digest if total is None else dataclasses.replace(digest, total=int(total) % (1 << 64))
+
+
+def tensors_digest(tensors) -> dict[str, TensorDigest]:
+    """Digests of whole tensors, from (name, tensor) pairs or a dict."""
+    return dict(digests_of(tensors.items() if hasattr(tensors, "items") else tensors))
+
+
+def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, TensorDigest]]:
+    """Digests of whole tensors in their order, which wait for a device once; a tensor need not outlive its turn."""
+    found = [(name, *_summed(tensor, None, None)) for name, tensor in tensors]
+    totals: dict[torch.device, list[torch.Tensor]] = {}
+    for _, _, total in found:
+        if total is not None:
+            totals.setdefault(total.device, []).append(total)
+    numbers = {device: iter(torch.stack(each).tolist()) for device, each in totals.items()}
+    return [
+        (name, digest if total is None else dataclasses.replace(digest, total=next(numbers[total.device]) % (1 << 64)))
+        for name, digest, total in found
+    ]
+
+
+def _summed(part: torch.Tensor, shape, offsets) -> tuple[TensorDigest, torch.Tensor | None]:
+    """Digest without its total, and the total on the part's device; None where there are no elements."""
     shape = tuple(part.shape if shape is None else shape)
     offsets = (0,) * part.dim() if offsets is None else tuple(offsets)
     if len(shape) != part.dim() or len(offsets) != part.dim() or any(o < 0 or o + n > s for o, n, s in zip(offsets, part.shape, shape)):
@@ -49,19 +76,13 @@ def tensor_digest(part: torch.Tensor, shape=None, offsets=None) -> TensorDigest:
         raise ContractError(
             f"weights: a tensor {dtype}{list(shape)} has too many elements for this digest; digest it in parts of a leading dimension"
         )
-    total = 0
-    if part.numel():
-        strides = [1] * len(shape)
-        for d in range(len(shape) - 2, -1, -1):
-            strides[d] = strides[d + 1] * shape[d + 1]
-        first = sum(o * s for o, s in zip(offsets, strides))
-        total = int(_total(part.detach(), strides, first)) % (1 << 64)
-    return TensorDigest(shape, dtype, total, part.numel())
-
-
-def tensors_digest(tensors) -> dict[str, TensorDigest]:
-    """Digests of whole tensors, from (name, tensor) pairs or a dict."""
-    return {name: tensor_digest(tensor) for name, tensor in (tensors.items() if hasattr(tensors, "items") else tensors)}
+    if not part.numel():
+        return digest, None
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    first = sum(o * s for o, s in zip(offsets, strides))
+    return digest, _total(part.detach(), strides, first)
 
 
 def _total(part: torch.Tensor, strides: list[int], first: int) -> torch.Tensor:

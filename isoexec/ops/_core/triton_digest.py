@@ -15,8 +15,6 @@ _BLOCK = 1024
 _PIECES = 2048
 #: Pieces of a row beyond which its sum is cut among programs, and into how many parts at most.
 _WIDE, _PARTS = 1 << 15, 64
-#: Shares of rows from which on a program takes several rows, and (rows, pieces at a time) there: the keys are made once for all of them.
-_MANY, _TALL = 4096, (8, 1024)
 #: Pieces that the compiler may take for whole loads, and tensors of one launch.
 _UNIT, _TOGETHER = 16, 8
 #: Most programs of :func:`part_sum`: some for each multiprocessor of any GPU.
@@ -31,28 +29,36 @@ def mix(word):
     return word ^ (word >> 31)
 
 
-# A row of one piece is not a kernel of its own: its places would be known to fit 16 bits, and an H200 got another sum from that form.
+@triton.jit
+def _keys(at, STEP: tl.constexpr):
+    """Odd keys of places: for each word of two pieces one and its multiple."""
+    key = mix(((at // 2).to(tl.uint64) + 1) * STEP) | 1
+    return tl.where(at % 2 == 1, key * STEP, key)
+
+
+@triton.jit
+def _number(pieces):
+    """Signed 16-bit integers as 64-bit words."""
+    return pieces.to(tl.int64).to(tl.uint64, bitcast=True)
+
+
+# A row of one piece is no kernel of its own: its places would be known to fit 16 bits, and an H200 got another sum from that form.
 @triton.jit(do_not_specialize=["units"])
-def _rows_kernel(pieces, out, length, T, units, stride, programs, UNIT: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """A program's share of the sums over ROWS rows of units * UNIT pieces, each times the odd key of its place."""
+def _rows_kernel(pieces, out, length, units, stride, programs, UNIT: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's share of the sum over a row of units * UNIT pieces, each times the key of its place."""
     n = units * UNIT  # tells the compiler that whole units are read
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    total = tl.zeros([ROWS, BLOCK], dtype=tl.uint64)
+    total = tl.zeros([BLOCK], dtype=tl.uint64)
     for start in range(part * BLOCK, n, programs * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        key = mix(((at // 2).to(tl.uint64) + 1) * STEP) | 1
-        key = tl.where(at % 2 == 1, key * STEP, key)
-        piece = tl.load(pieces + (row * stride)[:, None] + at[None, :], mask=(row < T)[:, None] & (at < n)[None, :], other=0)
-        total += key[None, :] * piece.to(tl.int64).to(tl.uint64, bitcast=True)
-    found = tl.sum(total, 1).to(tl.int64, bitcast=True) + tl.where(part == 0, length, 0)
-    tl.store(out + row * programs + part, found, mask=row < T)
+        total += _keys(at, STEP) * _number(tl.load(pieces + row * stride + at, mask=at < n, other=0))
+    tl.store(out + row * programs + part, tl.sum(total, 0).to(tl.int64, bitcast=True) + tl.where(part == 0, length, 0))
 
 
 @triton.jit(do_not_specialize=[f"{name}{i}" for name in "ons" for i in range(8)])
-def _several_kernel(p0, p1, p2, p3, p4, p5, p6, p7, o0, o1, o2, o3, o4, o5, o6, o7, n0, n1, n2, n3, n4, n5, n6, n7, s0, s1, s2, s3, s4, s5, s6, s7,
-                    UNIT: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _several_kernel(p0, p1, p2, p3, p4, p5, p6, p7, o0, o1, o2, o3, o4, o5, o6, o7, n0, n1, n2, n3, n4, n5, n6, n7,
+                    s0, s1, s2, s3, s4, s5, s6, s7, UNIT: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One row of one of up to eight tensors, whose rows have n * UNIT pieces s * UNIT apart."""
     which = tl.program_id(1)
     p, o, n, s = p0, o0, n0, s0
@@ -74,9 +80,7 @@ def _several_kernel(p0, p1, p2, p3, p4, p5, p6, p7, o0, o1, o2, o3, o4, o5, o6, 
     total = tl.zeros([BLOCK], dtype=tl.uint64)
     for start in range(0, n * UNIT, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        piece = tl.load(p + row * s * UNIT + at, mask=at < n * UNIT, other=0).to(tl.int64).to(tl.uint64, bitcast=True)
-        key = mix(((at // 2).to(tl.uint64) + 1) * STEP) | 1
-        total += tl.where(at % 2 == 1, key * STEP, key) * piece
+        total += _keys(at, STEP) * _number(tl.load(p + row * s * UNIT + at, mask=at < n * UNIT, other=0))
     length = mix((n * UNIT * 2).to(tl.uint64))
     tl.store(o + row, (tl.sum(total, 0) + length).to(tl.int64, bitcast=True))
 
@@ -123,17 +127,17 @@ def row_sums(pieces: torch.Tensor, length: int, out: torch.Tensor | None = None)
     """
     T, n = pieces.shape
     out = torch.empty(T, dtype=torch.int64, device=pieces.device) if out is None else out
+    if not T or not n:
+        return out.fill_(length)
     # A row of a vocabulary would keep one program busy for longer than its product took.
     programs = min(triton.cdiv(n, _PIECES), _PARTS) if n > _WIDE else 1
-    if T:
-        found = out if programs == 1 else torch.empty(T, programs, dtype=torch.int64, device=pieces.device)
-        unit = _UNIT if n % _UNIT == 0 else 1
-        rows, block = _TALL if T * programs >= _MANY else (1, _PIECES)
-        _rows_kernel[(triton.cdiv(T, rows), programs)](
-            pieces, found, length, T, n // unit, pieces.stride(0), programs, UNIT=unit, STEP=_STEP, ROWS=rows, BLOCK=block, num_warps=4
-        )
-        if programs > 1:
-            torch.sum(found, 1, out=out)
+    found = out if programs == 1 else torch.empty(T, programs, dtype=torch.int64, device=pieces.device)
+    unit = _UNIT if n % _UNIT == 0 else 1
+    _rows_kernel[(T, programs)](
+        pieces, found, length, n // unit, pieces.stride(0), programs, UNIT=unit, STEP=_STEP, BLOCK=_PIECES, num_warps=4
+    )
+    if programs > 1:
+        torch.sum(found, 1, out=out)
     return out
 
 
@@ -162,7 +166,7 @@ def _narrow_and_aligned(pieces: torch.Tensor) -> bool:
 
 
 def column_sums(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[T] int64, in ``out`` if given: sum of the mixed words of each row of ``words`` [T, W], contiguous integers; 16-bit ones count as unsigned."""
+    """[T] int64, in ``out`` if given: sum of the mixed words of each row of ``words`` [T, W], contiguous integers, 16-bit ones unsigned."""
     out = torch.empty(words.shape[0], dtype=torch.int64, device=words.device) if out is None else out
     if words.shape[0]:
         _columns_kernel[(words.shape[0],)](words, out, words.shape[1], STEP=_STEP, BLOCK=_BLOCK, num_warps=4)

@@ -26,8 +26,9 @@ class Column(NamedTuple):
 class Captured:
     """A pass that is being captured, or has been.
 
-    Digests are launched on a branch of the graph of their own, those of a layer together, beside what the pass computes next: a decode step's
-    kernels are too small to fill a GPU, and one more after each of them would wait its turn. What they read is held until they are done.
+    Digests are launched on a branch of the graph of their own, those of a layer together, beside what the pass computes next: a decode
+    step's kernels are too small to fill a GPU, and one more after each of them would wait its turn. What they read is held until they are
+    done.
 
     Attributes:
         streams, lists: of one pass, as the recorder keeps them (its rows are nobody's).

@@ -1,12 +1,12 @@
 """Digest of a token's row: a sum of keyed pieces, so that neither the order of work nor the rows beside it move anything.
 
-The bytes of a row are cut in signed integers of 16 bits (bytes count one each). A piece is multiplied by an odd 64-bit key of its place; the
-products and the mixed length are added modulo 2^64 (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
-So a change of one element of at most 32 bits is always seen: of one piece since its key is odd, of both pieces of a word since the second's
-key is the first's times 2^64 / golden ratio, whose small multiples keep away from small numbers. Changes of several are missed with a
-probability of at most 2^-48, where all of them are in the highest bit of a piece, and mostly of 2^-63. A product's columns that a runtime
-stores in an order of its own are digested without places (:func:`column_digests`). Integer ops on the tensor's own device, nothing is
-transferred.
+The bytes of a row are cut in signed integers of 16 bits (bytes count one each). A piece is multiplied by an odd 64-bit key of its place;
+the products and the mixed length are added modulo 2^64 (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is
+fast", 2014). So a change of one element of at most 32 bits is always seen: of one piece since its key is odd, of both pieces of a word
+since the second's key is the first's times 2^64 / golden ratio, whose small multiples keep away from small numbers. Changes of several
+are missed with a probability of at most 2^-48, where all of them are in the highest bit of a piece, and mostly of 2^-63. A product's
+columns that a runtime stores in an order of its own are digested without places (:func:`column_digests`). Integer ops on the tensor's own
+device, nothing is transferred.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class Recorder:
 
         Args:
             captured: of that graph.
-            rows: (sequence, position) for each :meth:`begin` and :meth:`select` of the captured pass; rows of the graph beyond them are padding.
+            rows: (sequence, position) for each :meth:`begin` and :meth:`select` of the captured pass; the graph's rows beyond are padding.
 
         Raises:
             ContractError: other parts than the pass has, or more rows than a part holds.
@@ -165,7 +165,9 @@ class Recorder:
         counts = [len(part.sequence) for part, _ in captured.parts]
         found = [len(sequence) for sequence, _ in rows]
         if len(found) != len(counts) or any(n > count for n, count in zip(found, counts)):
-            raise ContractError(f"trace: replay: expected rows for parts of at most {counts}, found {found}; name those of this graph's batch")
+            raise ContractError(
+                f"trace: replay: expected rows for parts of at most {counts}, found {found}; name those of this graph's batch"
+            )
         while captured.unread:
             self._weights(*captured.unread.pop(0))
         whose = [self._rows_of(*part) for part in rows]

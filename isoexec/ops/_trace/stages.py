@@ -80,9 +80,7 @@ STAGES: dict[str, tuple[Read, ...]] = {
     "embedding.embedding": (Read("embedding.embedding", sampling=("ids",), weights=("weight",)),),
     "collective.rows_of_owners": (Read("collective.rows_of_owners", ("rows",)),),
     "collective.column_parallel_input": (Read("collective.column_parallel_input", ("x",)),),
-    "rope.rope_table": (
-        Read("rope.rope_table", (), ("cos", "sin"), constants=("rotary_dim", "theta"), positions=context.of_steps),
-    ),
+    "rope.rope_table": (Read("rope.rope_table", (), ("cos", "sin"), constants=("rotary_dim", "theta"), positions=context.of_steps),),
     "rope.apply_rope": (Read("rope.apply_rope", ("x", "cos", "sin"), constants=("interleaved",)),),
     "norm.residual_add": (Read("norm.residual_add", ("x", "residual")),),
     "norm.rms_norm": (_norm("norm.rms_norm"),),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from isoexec.contract import ContractError, active_contract
 from isoexec.contract.manifest import Manifest, TensorDigest
-from isoexec.ops._core.digest import tensor_digest
+from isoexec.ops._core.digest import digests_of
 from isoexec.runtimes.megatron.hf_files import HFFiles
 from isoexec.runtimes.megatron.mapping import EXPERT_BIAS, VOCABULARY, Entry, entries
 
@@ -105,7 +105,7 @@ def hf_digests(model: torch.nn.Module, hf_config, *, layer_offset: int = 0, grou
             "isoexec/runtimes/megatron/mapping.py"
         )
     parts = _hf_parts(model, hf_config, layer_offset, group, expert_group, torch.Tensor.detach)
-    return _merge({name: tensor_digest(part)} for _, name, part in parts)
+    return _merge({name: digest} for name, digest in digests_of((name, part) for _, name, part in parts))
 
 
 def manifest_of_ranks(digests: dict[str, TensorDigest]) -> Manifest:
