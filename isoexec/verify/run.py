@@ -158,13 +158,20 @@ class _Run:
         self._tracebacks: list[Traceback] = []
 
     def run(self) -> int:
-        self._start_workers()
-        if self._options.model:
-            self._run_model(self._options.model, self._options.plan)
-        else:
-            for architecture in MADE_ARCHITECTURES:
-                first = architecture == MADE_ARCHITECTURES[0]
-                self._run_model(self._make_checkpoint(architecture), self._options.plan if first else self._options.later_plan)
+        """Every model; a run that ends early reports those it has finished."""
+        try:
+            self._start_workers()
+            if self._options.model:
+                self._run_model(self._options.model, self._options.plan)
+            else:
+                for architecture in MADE_ARCHITECTURES:
+                    first = architecture == MADE_ARCHITECTURES[0]
+                    self._run_model(self._make_checkpoint(architecture), self._options.plan if first else self._options.later_plan)
+        except BaseException as error:  # also Ctrl-C
+            if self._models:
+                self._verdict.inconclusive.append(f"the run ended after {', '.join(self._models)}: {str(error) or type(error).__name__}")
+                self._report()
+            raise
         return self._report()
 
     def _start_workers(self) -> None:

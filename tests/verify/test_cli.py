@@ -7,6 +7,8 @@ import pytest
 
 from isoexec.cli import main
 from isoexec.contract import ExecutionContract, contract_for_model
+from isoexec.verify.compare import Comparison
+from isoexec.verify.run import _Run
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -105,3 +107,19 @@ def test_an_environment_of_another_backend_is_refused(tmp_path, monkeypatch, cap
 def test_too_few_prompts(tmp_path, capsys):
     assert main(["verify", "--prompts", "3", "--out", str(tmp_path / "out")]) == 2
     assert "--prompts 3: expected at least 16" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_early_reports_the_models_it_has_finished(tmp_path, monkeypatch, capsys):
+    def one_model_then_interrupted(run, folder, plan):
+        if run._models:
+            raise KeyboardInterrupt
+        run._comparisons.append(Comparison("first", "isoexec", "together", [0.0], 1, 1, True))
+        run._models["first"] = {"mean_abs_error_to_hf_fp32": None}
+
+    monkeypatch.setattr(_Run, "_start_workers", lambda run: None)
+    monkeypatch.setattr(_Run, "_make_checkpoint", lambda run, architecture: tmp_path / architecture)
+    monkeypatch.setattr(_Run, "_run_model", one_model_then_interrupted)
+    assert main(["verify", "--out", str(tmp_path)]) == 130
+    assert "INCONCLUSIVE: the run ended after first: KeyboardInterrupt" in capsys.readouterr().out
+    document = json.loads((tmp_path / "verify.json").read_text())
+    assert (document["status"], [run["model"] for run in document["runs"]]) == (3, ["first"])
