@@ -157,6 +157,16 @@ def beyond_logprob():
 
 
 @contextlib.contextmanager
+def on_logprob_path():
+    """What is computed inside the block leads to a logprob after all, within :func:`beyond_logprob`."""
+    token = _beyond.set(False)
+    try:
+        yield
+    finally:
+        _beyond.reset(token)
+
+
+@contextlib.contextmanager
 def observing(observer: Observer):
     """Show the ops that this thread runs inside the block to ``observer``."""
     token = _observer.set(observer)
@@ -192,7 +202,7 @@ def is_beyond_logprob() -> bool:
 
 
 def served() -> dict[tuple[str, str | None, str], int]:
-    """Calls so far by (op, case, implementation)."""
+    """Calls so far by (op, case, implementation); any thread may ask."""
     return dict(_served)
 
 

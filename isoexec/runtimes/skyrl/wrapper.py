@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper import MegatronModelWrapper
 
@@ -37,7 +39,8 @@ class ContractWrapper(MegatronModelWrapper):
         """[1, T, V / tp] fp32 logits / temperature."""
         # A tensor on both sides: a Python float would divide in another precision.
         scale = torch.tensor(temperature, dtype=torch.float32, device=logits.device)
-        return logprob.scale_by_temperature(logits.squeeze(0), scale).unsqueeze(0)
+        with registry.on_logprob_path():
+            return logprob.scale_by_temperature(logits.squeeze(0), scale).unsqueeze(0)
 
     def packed_logprobs(
         self, logits, packed_tokens, cu_seqlens, length: int, *, group, attention_mask, sub_seq_lengths=None, **unused
@@ -64,9 +67,22 @@ class ContractWrapper(MegatronModelWrapper):
         followed = mask & (ordinal < mask.sum(1, keepdim=True) - 1)
         rows = (cu_seqlens[:-1].long().unsqueeze(1) + ordinal)[followed]
         tp = tensor_parallel(group, self._sequence_parallel)
-        values = logprob.token_logprob(logits[0].index_select(0, rows), packed_tokens[0][rows + 1], tp=tp, **self._sizes)
-        found = values.new_zeros(mask.shape[0], length - 1)
-        return found.index_put((followed[:, :-1].nonzero(as_tuple=True)), values)
+        with registry.on_logprob_path():
+            values = logprob.token_logprob(logits[0].index_select(0, rows), packed_tokens[0][rows + 1], tp=tp, **self._sizes)
+            found = values.new_zeros(mask.shape[0], length - 1)
+            return found.index_put((followed[:, :-1].nonzero(as_tuple=True)), values)
+
+    def loss_of(self, function):
+        """``function`` of logits takes temperature and logprobs with the methods above; what else it computes no logprob depends on."""
+
+        @functools.wraps(function.func)
+        def measured(logits):
+            with registry.beyond_logprob():
+                loss, found = function(logits)
+                # Scoring's is a constant, which Megatron's schedule scales in place as it does a loss: one made here is known for one.
+                return loss.clone(), found
+
+        return measured
 
 
 def with_ratio(policy_loss):
