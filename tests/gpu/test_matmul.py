@@ -8,7 +8,7 @@ import torch
 from isoexec.contract import ContractError
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
 from isoexec.ops._core.rowsum import tree_sum
-from isoexec.ops.matmul import deep_gemm
+from isoexec.ops.matmul import deep_gemm, gpu, hopper
 from isoexec.ops.matmul import triton as portable
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -95,6 +95,36 @@ def test_a_half_of_the_tree_may_wait_in_memory(exact, leaves):
     want = portable.product(x, w, torch.float32, leaves=leaves, tiles=portable.SMALL)
     assert_bit_equal(portable.product(x, w, torch.float32, leaves=leaves, tiles=portable.TREE[leaves]), want)
     assert not bit_equal(portable.product(nudge(x, 3, 16), w, torch.float32, leaves=leaves, tiles=portable.TREE[leaves]), want)
+
+
+@pytest.mark.parametrize("leaves", [2, 4, 8])
+def test_two_warpgroups_have_the_bits_of_one_program(random, hardware, leaves):
+    """The form of hopper.py, ragged edges included, before rounding and rounded."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a form for sm_90")
+    for M, N, K in ((1000, 2048, 4096), (300, 136, 1024), (257, 2048, 6144), (8192, 2048, 4096)):
+        x, w = random(M, K), random(N, K, scale=K**-0.5)
+        want = portable.product(x, w, torch.float32, leaves=leaves, tiles=portable.SMALL)
+        assert_bit_equal(hopper.product(x, w, torch.float32, None, leaves), want, f"{M}x{N}x{K}")
+        bias = w[:, 0].contiguous()
+        assert_bit_equal(hopper.product(x, w, torch.bfloat16, bias, leaves), (want + bias.float()).bfloat16(), f"{M}x{N}x{K}, rounded, bias")
+        assert_bit_equal(gpu.tree_product(x[:5], w, torch.float32, None, leaves), want[:5], "few rows, by the public op's route")
+        assert_bit_equal(gpu.tree_product(x, w, torch.float32, None, leaves), want, "many rows, by the public op's route")
+        assert not bit_equal(hopper.product(nudge(x, 3, 16), w, torch.float32, None, leaves), want)
+    odd = torch.empty(300, 1024 + 8, dtype=x.dtype, device=hardware)[:, 3 : 3 + 1024].copy_(random(300, 1024))
+    w = random(136, 1024)
+    packed = hopper.product(odd.contiguous(), w, torch.float32, None, leaves)
+    assert_bit_equal(hopper.product(odd, w, torch.float32, None, leaves), packed, "a view")
+
+
+@pytest.mark.parametrize("N", [1, 3, 8, 60, 64])
+def test_narrow_weights(random, hardware, N):
+    """A shared expert's gate has one column, a small model's projections few."""
+    x, w = random(700, 512), random(N, 512, scale=512**-0.5)
+    for dtype in (torch.bfloat16, torch.float32):
+        y = gpu.product(x, w, dtype)
+        assert (y - x.double() @ w.double().T).abs().max() <= (2e-2 if dtype == torch.bfloat16 else 1e-5)
+        assert_bit_equal(gpu.product(x[7:9], w, dtype), y[7:9], "rows alone")
 
 
 def test_tiles_move_no_bit(operands, hardware):

@@ -74,3 +74,27 @@ def column(x, mask, axis: tl.constexpr):
     """The one element along ``axis`` that ``mask`` selects, bit for bit (a float sum would turn -0.0 into 0.0)."""
     bits = tl.where(mask, x.to(tl.int32, bitcast=True), 0)
     return tl.sum(bits, axis).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tree_push(total, one, two, four, g, LEAVES: tl.constexpr):
+    """Takes leaf ``g`` = 0, 1, .. of ``LEAVES`` <= 8 into the balanced tree, neighbours first.
+
+    ``total``: the leaf. ``one``, ``two``, ``four``: sums of so many leaves that wait for a partner. Returns the sum of the aligned run of leaves that
+    ends with ``g``, and what waits now. ``g`` may be a constant or a loop's counter.
+    """
+    if g % 2 == 0:
+        one = total
+    else:
+        total = one + total
+        if LEAVES > 2:
+            if g % 4 == 1:
+                two = total
+            else:
+                total = two + total
+                if LEAVES > 4:
+                    if g % 8 == 3:
+                        four = total
+                    else:
+                        total = four + total
+    return total, one, two, four

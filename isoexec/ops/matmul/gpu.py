@@ -1,7 +1,7 @@
 """Matrix products on a GPU. Architecture and contract pick the kernel, for every case and rank alike.
 
 One leaf: DeepGEMM on sm_90, the Triton form elsewhere. Several leaves (row-parallel, a contract that claims tensor parallelism): the Triton form,
-which adds them without a trip through memory, on every rank, whether it owns one leaf or all of them.
+on every rank, whether it owns one leaf or all of them; on sm_90 many rows take the form of hopper.py, which has its bits.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import functools
 import torch
 
 from isoexec.ops.collective.reference import all_gather, group_size, own_rows, sum_over_ranks
-from isoexec.ops.matmul import deep_gemm
+from isoexec.ops.matmul import deep_gemm, hopper
 from isoexec.ops.matmul import triton as portable
 from isoexec.ops.matmul.checks import check_k, check_leaves
+
 
 @functools.lru_cache(maxsize=None)
 def uses_deep_gemm(device: torch.device) -> bool:
@@ -22,10 +23,18 @@ def uses_deep_gemm(device: torch.device) -> bool:
 
 def product(x, weight, dtype, bias=None):
     """``x`` [M, K] times ``weight`` [N, K] transposed, one leaf -> [M, N] in ``dtype``."""
-    if not uses_deep_gemm(x.device):
+    # DeepGEMM stores 16 bytes of a row at a time. A narrow weight is nobody's shard of a wide one.
+    if not uses_deep_gemm(x.device) or weight.shape[0] * dtype.itemsize % 16:
         return portable.product(x, weight, dtype, bias)
     y = deep_gemm.product(x, weight, dtype if bias is None else torch.float32)
     return y if bias is None else portable.tree(y.unsqueeze(0), dtype, bias)
+
+
+def tree_product(x, weight, dtype, bias, leaves):
+    """``x`` [M, K] times ``weight`` [N, K] transposed, by ``leaves`` parts of K -> [M, N] in ``dtype``."""
+    if x.shape[0] > portable.APART_ROWS and uses_deep_gemm(x.device) and hopper.fits(x.shape[1], leaves):
+        return hopper.product(x, weight, dtype, bias, leaves)
+    return portable.product(x, weight, dtype, bias, leaves)
 
 
 class _Linear(torch.autograd.Function):
@@ -38,9 +47,9 @@ class _Linear(torch.autograd.Function):
         if leaves == 1:
             y = product(flat, weight, dtype, bias)
         elif tp is None:
-            y = portable.product(flat, weight, dtype, bias, leaves)
+            y = tree_product(flat, weight, dtype, bias, leaves)
         else:
-            y = sum_over_ranks(portable.product(flat, weight, torch.float32, None, leaves // group_size(tp)), tp.group)
+            y = sum_over_ranks(tree_product(flat, weight, torch.float32, None, leaves // group_size(tp)), tp.group)
             if tp.sequence_parallel:
                 y = own_rows(y, tp.group)
             y = portable.tree(y.unsqueeze(0), dtype, bias)

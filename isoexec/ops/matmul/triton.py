@@ -5,13 +5,16 @@ Tiles are at least 64 rows high, so that every M runs the same matrix instructio
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isoexec.contract import ContractError
-from isoexec.ops._core.triton_math import COMPILE, dot_add
+from isoexec.ops._core.triton_math import COMPILE, dot_add, tree_push
 
 #: (rows, columns, K step, warps, pipeline stages). Committed, never tuned at run time; moves no bit but by the K step.
 SMALL, MEDIUM, LARGE = (64, 64, 64, 4, 4), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3)
@@ -48,20 +51,7 @@ def _leaves(x, w, row, column, first, size, LEAVES: tl.constexpr, FLAT: tl.const
             total = _leaf(x, w, row, column, first + s * size, size, BM, BN, BK)
         if not FLAT or s % steps == steps - 1:
             g = s // steps if FLAT else s
-            if g % 2 == 0:
-                one = total
-            else:
-                total = one + total
-                if LEAVES > 2:
-                    if g % 4 == 1:
-                        two = total
-                    else:
-                        total = two + total
-                        if LEAVES > 4:
-                            if g % 8 == 3:
-                                four = total
-                            else:
-                                total = four + total
+            total, one, two, four = tree_push(total, one, two, four, g, LEAVES)
             if FLAT and g < LEAVES - 1:
                 total = tl.zeros([BM, BN], dtype=tl.float32)
     return total
@@ -69,12 +59,14 @@ def _leaves(x, w, row, column, first, size, LEAVES: tl.constexpr, FLAT: tl.const
 
 @triton.jit
 def product_kernel(x, w, bias, y, parked, M, N, size, BIAS: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr, FLAT: tl.constexpr,
-                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Tensor descriptors x [M, K], w [N, K]. ``LEAVES`` parts of K, each ``size`` long, added by the balanced tree.
 
     ``PARK``: the sum of the first half of the leaves waits in ``parked`` [programs, BM, BN] fp32 (in L2), not in registers. A second grid axis
-    keeps its programs' sums apart: y [axis, M, N].
+    keeps its programs' sums apart: y [axis, M, N]. ``EARLY``: the next launch may start, and waits where it needs this one's results.
     """
+    if EARLY:
+        gdc_launch_dependents()
     columns = tl.cdiv(N, BN)
     group = tl.program_id(0) // (GROUP * columns)
     height = tl.minimum(tl.cdiv(M, BM) - group * GROUP, GROUP)
@@ -103,28 +95,18 @@ def product_kernel(x, w, bias, y, parked, M, N, size, BIAS: tl.constexpr, LEAVES
 
 
 @triton.jit
-def tree_kernel(partials, bias, y, size, N, BIAS: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Partials [LEAVES, M, N] -> their balanced tree, bias, one rounding."""
+def tree_kernel(partials, bias, y, size, N, BIAS: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Partials [LEAVES, M, N] -> their balanced tree, bias, one rounding. ``EARLY``: started before the launch that gives the partials ends."""
+    if EARLY:
+        gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < size
-    total = tl.load(partials + at, mask=here, other=0.0)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
     one = total
     two = total
     four = total
-    for g in tl.static_range(1, LEAVES):
-        total = tl.load(partials + g * size + at, mask=here, other=0.0)
-        if g % 2 == 0:
-            one = total
-        else:
-            total = one + total
-            if g % 4 == 1:
-                two = total
-            else:
-                total = two + total
-                if g % 8 == 3:
-                    four = total
-                else:
-                    total = four + total
+    for g in tl.static_range(LEAVES):
+        total, one, two, four = tree_push(tl.load(partials + g * size + at, mask=here, other=0.0), one, two, four, g, LEAVES)
     if BIAS:
         total = total + tl.load(bias + at % N, mask=here, other=0.0).to(tl.float32)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=here)
@@ -135,7 +117,7 @@ def product(x, weight, dtype, bias=None, leaves=1, tiles=None):
     if leaves > MAX_LEAVES:
         raise ContractError(f"matmul: {leaves} leaves on one rank; the Triton form adds up to {MAX_LEAVES}")
     if leaves > 1 and tiles is None and x.shape[0] <= APART_ROWS:
-        return tree(partials(x, weight, leaves), dtype, bias)
+        return tree(partials(x, weight, leaves), dtype, bias, early=_early(x.device))
     M, N = x.shape[0], weight.shape[0]
     y = torch.empty(M, N, dtype=dtype, device=x.device)
     _launch(x, weight, bias, y, tiles or _tiles(M, leaves), leaves, False)
@@ -168,7 +150,7 @@ def _launch(x, weight, bias, y, tiles, leaves, apart):
     if y.numel():
         product_kernel[programs, leaves if apart else 1](
             _descriptor(x, BM, BK), _descriptor(weight, BN, BK), y if bias is None else bias, y, parked, M, N, size, bias is not None,
-            1 if apart else leaves, park, park and leaves == 8, BM, BN, BK, GROUP=8, num_warps=warps, num_stages=stages, **COMPILE,
+            1 if apart else leaves, park, park and leaves == 8, BM, BN, BK, 8, apart and _early(y.device), num_warps=warps, num_stages=stages, **COMPILE,
         )  # fmt: skip
 
 
@@ -179,14 +161,25 @@ def _descriptor(x, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
-def tree(partials, dtype, bias=None):
-    """fp32 ``partials`` [G, M, N] -> the balanced tree over them (and the bias), rounded once to ``dtype``: [M, N]."""
+@functools.lru_cache(maxsize=None)
+def _early(device) -> bool:
+    """Whether a launch may start before the one ahead of it ends, which saves its latency: sm_90 and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def tree(partials, dtype, bias=None, early=False):
+    """fp32 ``partials`` [G, M, N] -> the balanced tree over them (and the bias), rounded once to ``dtype``: [M, N].
+
+    ``early``: they come from `partials`, launched just before.
+    """
     G, M, N = partials.shape
     if G > MAX_LEAVES:
         raise ContractError(f"matmul: {G} partials on one rank; the Triton form adds up to {MAX_LEAVES}")
     y = torch.empty(M, N, dtype=dtype, device=partials.device)
     if y.numel():
-        tree_kernel[triton.cdiv(y.numel(), 1024),](
-            partials, y if bias is None else bias, y, y.numel(), N, bias is not None, G, 1024, num_warps=4, **COMPILE
+        block = 256 if y.numel() <= 1 << 17 else 1024
+        options = dict(COMPILE, launch_pdl=True) if early else COMPILE
+        tree_kernel[triton.cdiv(y.numel(), block),](
+            partials, y if bias is None else bias, y, y.numel(), N, bias is not None, G, block, early, num_warps=block // 256, **options
         )
     return y

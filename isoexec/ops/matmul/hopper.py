@@ -1,0 +1,167 @@
+"""Row-parallel products on sm_90: one warp fills a ring of tiles, two warpgroups multiply, each on its own half of the rows.
+
+The same leaves, each accumulated in ascending K by the same kind of instruction, and the same tree as in triton.py: the same bits. A warpgroup
+adds its leaves while the other one multiplies, and the next tile's operands arrive while this one's sums are stored. What bounds a tile is
+the register file: the running leaf and two waiting sums take 192 of a thread's 255 registers, so that the sum of the first half of eight leaves
+waits in shared memory.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from isoexec.ops._core import triton_math
+from isoexec.ops._core.triton_math import COMPILE
+
+#: Committed, never tuned at run time. Tiles of half the columns where whole ones would not give every processor one.
+ROWS, COLUMNS, STEP, STAGES, GROUP = 128, 128, 64, 5, 4
+REGISTERS = 168  # a thread's, before the warpgroups take the copying warp's
+_HALF = gl.constexpr(64)  # rows of a warpgroup
+_tree_push = gluon.jit(triton_math.tree_push.fn)
+
+
+@gluon.jit
+def _place(tile, M, N, BN: gl.constexpr, GROUP: gl.constexpr):
+    """(first row, first column) of a tile; GROUP tiles of one column follow each other, to share its weights in the L2 cache."""
+    columns = gl.cdiv(N, BN)
+    group = tile // (GROUP * columns)
+    height = gl.minimum(gl.cdiv(M, 2 * _HALF) - group * GROUP, GROUP)
+    inside = tile - group * (GROUP * columns)
+    return (group * GROUP + inside % height) * (2 * _HALF), (inside // height) * BN
+
+
+@gluon.jit
+def _fill(x, w, x_ring, w_ring, ready, free, M, N, steps, tiles, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
+    """The copying warp: ``steps`` steps of K for every tile of this program."""
+    count = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, column = _place(tile, M, N, BN, GROUP)
+        for s in range(steps):
+            slot = count % STAGES
+            mbarrier.wait(free.index(slot), ((count // STAGES) & 1) ^ 1)
+            full = ready.index(slot)
+            mbarrier.expect(full, (2 * _HALF + BN) * BK * 2)
+            tma.async_copy_global_to_shared(x, [row, s * BK], full, x_ring.index(2 * slot))
+            tma.async_copy_global_to_shared(x, [row + _HALF, s * BK], full, x_ring.index(2 * slot + 1))
+            tma.async_copy_global_to_shared(w, [column, s * BK], full, w_ring.index(slot))
+            count += 1
+
+
+@gluon.jit
+def _leaf(x_ring, w_ring, ready, free, count, steps, HALF: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
+    """fp32 sum over the next ``steps`` steps of K, ascending from +0.0. A step's tiles are given back once the next product is on its way."""
+    acc = gl.zeros([_HALF, BN], gl.float32, LAYOUT)
+    for s in range(steps):
+        slot = (count + s) % STAGES
+        mbarrier.wait(ready.index(slot), ((count + s) // STAGES) & 1)
+        acc = warpgroup_mma(x_ring.index(2 * slot + HALF), w_ring.index(slot).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(free.index((count + s + STAGES - 1) % STAGES), count=1, pred=s > 0)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(free.index((count + steps - 1) % STAGES), count=1)
+    return acc
+
+
+@gluon.jit
+def _leaves(x_ring, w_ring, ready, free, count, steps, LEAVES: gl.constexpr, HALF: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+            LAYOUT: gl.constexpr):  # fmt: skip
+    """Balanced tree over the next ``LEAVES`` <= 4 leaves."""
+    total = gl.zeros([_HALF, BN], gl.float32, LAYOUT)
+    one = total
+    two = total
+    for g in gl.static_range(LEAVES):
+        leaf = _leaf(x_ring, w_ring, ready, free, count + g * steps, steps, HALF, BN, STAGES, LAYOUT)
+        total, one, two, _ = _tree_push(leaf, one, two, two, g, LEAVES)
+        if g == 1:
+            # Added here: a compiler that puts the addition off until the sum is used keeps two terms in place of one.
+            two = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [two], dtype=gl.float32, is_pure=False, pack=1)
+    return total
+
+
+@gluon.jit
+def _multiply(y, bias, parked, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS: gl.constexpr, LEAVES: gl.constexpr, HALF: gl.constexpr,
+              BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """A warpgroup: rows HALF * 64 and on of every tile; ``steps``: of one leaf."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    count = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        if LEAVES == 8:
+            waiting = parked.index(HALF)
+            waiting.store(_leaves(x_ring, w_ring, ready, free, count, steps, 4, HALF, BN, STAGES, LAYOUT))
+            total = _leaves(x_ring, w_ring, ready, free, count + 4 * steps, steps, 4, HALF, BN, STAGES, LAYOUT)
+            total = waiting.load(LAYOUT) + total
+        else:
+            total = _leaves(x_ring, w_ring, ready, free, count, steps, LEAVES, HALF, BN, STAGES, LAYOUT)
+        count += LEAVES * steps
+        row, column = _place(tile, M, N, BN, GROUP)
+        rm = row + HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LAYOUT))
+        rn = column + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
+        if BIAS:
+            total = total + gl.load(bias + rn, mask=rn < N, other=0.0).to(gl.float32)[None, :]
+        at = rm.to(gl.int64)[:, None] * N + rn[None, :]
+        gl.store(y + at, total.to(y.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+
+
+@gluon.jit
+def tree_product_kernel(x, w, bias, y, M, N, steps, tiles, BIAS: gl.constexpr, LEAVES: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+                        STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """Tensor descriptors x [M, K] in blocks of 64 rows, w [N, K]; programs share out ``tiles`` tiles of 128 rows."""
+    x_ring = gl.allocate_shared_memory(x.dtype, [2 * STAGES, _HALF, BK], x.layout)
+    w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
+    PARKED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    parked = gl.allocate_shared_memory(gl.float32, [2, _HALF if LEAVES == 8 else 1, BN], PARKED)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=2)
+    gl.warp_specialize(
+        [
+            (_multiply, (y, bias, parked, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS, LEAVES, 0, BN, STAGES, GROUP)),
+            (_multiply, (y, bias, parked, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS, LEAVES, 1, BN, STAGES, GROUP)),
+            (_fill, (x, w, x_ring, w_ring, ready, free, M, N, LEAVES * steps, tiles, BN, BK, STAGES, GROUP)),
+        ],
+        [4, 1],
+        [232, 24],
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def _processors(device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def fits(K: int, leaves: int) -> bool:
+    """Whether every leaf is whole steps, and the sums fit the registers."""
+    return leaves in (2, 4, 8) and K % (leaves * STEP) == 0
+
+
+def _descriptor(x, rows: int):
+    """Blocks of ``x`` for the copy engine, which wants 16-byte rows and addresses: another view is copied first."""
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()
+    block = [rows, STEP]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+
+
+def product(x, weight, dtype, bias, leaves: int):
+    """``x`` [M, K] bf16 times ``weight`` [N, K] bf16 transposed, by ``leaves`` parts of K; bias added in fp32 -> [M, N] in ``dtype``."""
+    (M, K), N = x.shape, weight.shape[0]
+    y = torch.empty(M, N, dtype=dtype, device=x.device)
+    processors, columns = _processors(x.device), COLUMNS
+    if triton.cdiv(M, ROWS) * triton.cdiv(N, columns) <= processors // 2:
+        columns //= 2
+    tiles = triton.cdiv(M, ROWS) * triton.cdiv(N, columns)
+    if tiles:
+        tree_product_kernel[min(tiles, processors),](
+            _descriptor(x, ROWS // 2), _descriptor(weight, columns), y if bias is None else bias, y, M, N, K // leaves // STEP, tiles,
+            bias is not None, leaves, columns, STEP, STAGES, GROUP, num_warps=4, maxnreg=REGISTERS, **COMPILE,
+        )  # fmt: skip
+    return y
