@@ -18,7 +18,7 @@ def _call(module, logits, tokens, vocab):
 
 
 @pytest.mark.parametrize("V,vocab", SHAPES)
-def test_token_is_the_entry_of_the_row(random, device, V, vocab):
+def test_token_is_the_entry_of_the_row(random, device, V, vocab, monkeypatch):
     logits = random(4, V, dtype=torch.float32, scale=8.0)
     logits[:, vocab:] = torch.nan  # padding must not matter, whatever it holds
     tokens = torch.tensor([0, vocab - 1, 17, 130], device=device)
@@ -29,6 +29,10 @@ def test_token_is_the_entry_of_the_row(random, device, V, vocab):
     assert (rows[:, :vocab] - want).abs().max() < 4e-6
     assert_bit_equal(_call(logprob, logits[2:3], tokens[2:3], vocab), _call(logprob, logits, tokens, vocab)[2:3], "a row alone")
     y = _call(logprob, logits, tokens, vocab)
+    with monkeypatch.context() as patch:
+        patch.setattr(logprob, "_SUMS_BYTES", 8 * -(-V // 64))
+        assert_bit_equal(_call(logprob, logits, tokens, vocab), y, "two tokens at a time")
+        assert_bit_equal(logprob.log_softmax(logits, vocab_size=vocab, vocab_block=64), rows, "rows of two tokens at a time")
     assert not bit_equal(y, nudge(y, 2))
     assert not bit_equal(_call(logprob, nudge(logits, 17 + 2 * V, 64), tokens, vocab), y)
 
@@ -78,12 +82,21 @@ def test_a_token_outside_the_vocabulary_stops_the_device(hardware):
     assert bad.returncode != 0 and "outside the vocabulary" in bad.stderr + bad.stdout
 
 
-def test_no_extra_logits(random, hardware):
-    """token_logprob holds no second [T, V] fp32 tensor."""
-    logits = random(64, 100_000, dtype=torch.float32)
-    tokens = torch.zeros(64, dtype=torch.int64, device=hardware)
+def test_memory_of_32768_tokens_of_a_vocabulary_of_248320(hardware):
+    """Beside the logits, forward takes less than 256 MB; beside the logits and their gradient, backward does."""
+    T, V, limit = 32768, 248320, 256 << 20
+    logits = torch.empty(T, V, dtype=torch.float32, device=hardware).normal_().requires_grad_()
+    tokens, grad = torch.arange(T, device=hardware) * 7 % V, torch.ones(T, device=hardware)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    _call(logprob, logits, tokens, 100_000)
-    assert torch.cuda.max_memory_allocated() - before < logits.nbytes / 16
+    y = _call(logprob, logits, tokens, V)
+    forward = torch.cuda.max_memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
+    (g,) = torch.autograd.grad(y, logits, grad)
+    backward = torch.cuda.max_memory_allocated() - before - g.nbytes
+    print(f"peak beside inputs and outputs: forward {forward / 2**20:.1f} MB, backward {backward / 2**20:.1f} MB")
+    assert 0 < forward < limit and backward < limit
+    rows = [0, 17, T - 1]
+    assert_bit_equal(_call(logprob, logits.detach()[rows], tokens[rows], V), y.detach()[rows], "rows alone")
+    assert_bit_equal(g.argmax(1)[rows], tokens[rows])

@@ -17,6 +17,7 @@ from isoexec.ops.collective.reference import all_gather, group_size
 from isoexec.ops.logprob.reference import _expect_fp32
 
 _TILE = 4096  # vocabulary entries per program
+_SUMS_BYTES = 64 << 20  # of block sums held at once: more tokens take their turns, which moves no bit
 _LOWEST = tl.constexpr(float("-inf"))
 
 
@@ -175,18 +176,40 @@ def _totals(sums, maxima, target=None, tokens=None, vocab_size=0):
     return totals, maximum, out
 
 
+def _turns(tokens: int, vocabulary: int, vocab_block: int):
+    """Slices of the tokens whose block sums fit `_SUMS_BYTES` (at least one token each)."""
+    step = max(_SUMS_BYTES // (4 * triton.cdiv(vocabulary, vocab_block)), 1)
+    return [slice(first, first + step) for first in range(0, tokens, step)]
+
+
 def log_softmax(logits, *, vocab_size, vocab_block):
     _expect_fp32("log_softmax", logits)
     logits = _row_major(logits)
     T, V = logits.shape
     out = torch.empty(T, V, dtype=torch.float32, device=logits.device)
-    if T:
-        maxima = _maxima(logits, vocab_size)
-        totals, maximum, _ = _totals(_block_sums(logits, maxima, vocab_size, vocab_block), maxima)
-        rows_kernel[T, triton.cdiv(V, _TILE)](
-            logits, maximum, totals, out, vocab_size, V, logits.stride(0), _TILE, num_warps=8, **COMPILE
+    for turn in _turns(T, V, vocab_block):
+        part = logits[turn]
+        maxima = _maxima(part, vocab_size)
+        totals, maximum, _ = _totals(_block_sums(part, maxima, vocab_size, vocab_block), maxima)
+        rows_kernel[len(part), triton.cdiv(V, _TILE)](
+            part, maximum, totals, out[turn], vocab_size, V, logits.stride(0), _TILE, num_warps=8, **COMPILE
         )
     return out
+
+
+def _of_tokens(logits, tokens, first, real, vocab_size, vocab_block, tp):
+    """(sum, maximum, logprob) [T] of ``tokens``, over all ranks' shards."""
+    maxima, target = _maxima(logits, real), logits
+    if tp is not None:
+        local, width = tokens - first, logits.shape[1]
+        mine = (local >= 0) & (local < real)
+        target = logits.gather(1, torch.where(mine, local, 0).unsqueeze(-1)).squeeze(-1)
+        target = all_gather(target, tp.group).gather(0, (tokens.clamp(0, vocab_size - 1) // width).unsqueeze(0)).squeeze(0)
+        maxima = all_gather(maxima.amax(1), tp.group).t().contiguous()
+    sums = _block_sums(logits, maxima, real, vocab_block)
+    if tp is not None:
+        sums = all_gather(sums, tp.group).transpose(0, 1).flatten(1)
+    return _totals(sums, maxima, target, tokens, vocab_size)
 
 
 class _TokenLogprob(torch.autograd.Function):
@@ -196,17 +219,9 @@ class _TokenLogprob(torch.autograd.Function):
         T, width = logits.shape
         first = 0 if tp is None else torch.distributed.get_rank(tp.group) * width
         real = min(max(vocab_size - first, 0), width)
-        maxima, target = _maxima(logits, real), logits
-        if tp is not None:
-            local = tokens - first
-            mine = (local >= 0) & (local < real)
-            target = logits.gather(1, torch.where(mine, local, 0).unsqueeze(-1)).squeeze(-1)
-            target = all_gather(target, tp.group).gather(0, (tokens.clamp(0, vocab_size - 1) // width).unsqueeze(0)).squeeze(0)
-            maxima = all_gather(maxima.amax(1), tp.group).t().contiguous()
-        sums = _block_sums(logits, maxima, real, vocab_block)
-        if tp is not None:
-            sums = all_gather(sums, tp.group).transpose(0, 1).flatten(1)
-        totals, maximum, out = _totals(sums, maxima, target, tokens, vocab_size)
+        turns = _turns(T, width * group_size(tp), vocab_block)
+        parts = [_of_tokens(logits[turn], tokens[turn], first, real, vocab_size, vocab_block, tp) for turn in turns]
+        totals, maximum, out = (torch.cat(part) for part in zip(*parts)) if len(parts) > 1 else parts[0]
         ctx.save_for_backward(logits, tokens, maximum, totals)
         ctx.first, ctx.real = first, real
         return out
