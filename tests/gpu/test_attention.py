@@ -5,7 +5,9 @@ import os
 import pytest
 import torch
 
+from isoexec.contract import ContractError
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops.attention import fa3
 from isoexec.ops.attention import gpu as ops
 from isoexec.ops.attention import reference
 from isoexec.ops.attention import triton as portable
@@ -92,6 +94,57 @@ def test_every_case_has_the_same_bits(random, device, route, H, G, K):
     moved = _varlen(route, batch.q, nudge(batch.k, 5, 64), batch.v, batch.cu, batch.scale)
     assert not bit_equal(moved[: LENGTHS[0]], whole[: LENGTHS[0]])
     assert_bit_equal(moved[LENGTHS[0] :], whole[LENGTHS[0] :], "other sequences")
+
+
+def _last_cases(route, batch, page, device, whole):
+    """Decode, chunk and both at once, of the last sequence, in pages of ``page``."""
+    cache, table = _cache(batch, page, device, torch.nan if route == "triton" else 3e38)
+    last, (start, stop) = len(LENGTHS) - 1, batch.bounds[-2:]
+    n = stop - start
+    for new, longest in ((1, 1), (1, 7), (n // 3, n)):
+        got = _paged(route, batch.q[stop - new : stop], cache, table[last:], _ints([n], device), _ints([0, new], device), batch.scale, longest)
+        assert_bit_equal(got, whole[stop - new :], f"{new} new tokens, pages of {page}, bound {longest}")
+    rows = torch.cat([batch.q[LENGTHS[0] - 1 : LENGTHS[0]], batch.q[stop - n // 3 :]])
+    got = _paged(route, rows, cache, table[[0, last]], _ints([LENGTHS[0], n], device), _ints([0, 1, 1 + n // 3], device), batch.scale)
+    assert_bit_equal(got, torch.cat([whole[LENGTHS[0] - 1 : LENGTHS[0]], whole[stop - n // 3 :]]), f"decode beside a chunk, pages of {page}")
+
+
+@pytest.mark.parametrize("route,H,G,K", _routes() if INTERPRET else [route for route in _routes() if route[0] == "public"])
+def test_pages_of_every_size(random, device, route, H, G, K):
+    batch = Batch(random, H, G, K, device)
+    whole = _varlen(route, batch.q, batch.k, batch.v, batch.cu, batch.scale)
+    for page in (16,) if INTERPRET else fa3.PAGE_SIZES:
+        _last_cases(route, batch, page, device, whole)
+
+
+def test_pages_of_other_sizes_are_refused(device):
+    q = torch.zeros(1, 4, 128, dtype=torch.bfloat16, device=device)
+    cache, table = torch.zeros(2, 24, 2, 128, dtype=torch.bfloat16, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
+    with pytest.raises(ContractError, match="pages of 24 tokens with head size 128"):
+        fa3.attend(q, cache, cache, None, 1.0, longest_q=1, longest_k=24, seq_lens=None, block_table=table)
+
+
+LONG = [("triton", 8, 2, 64), ("public", 32, 8, 128), ("public", 16, 16, 192), ("public", 16, 2, 256)]
+
+
+@pytest.mark.parametrize("route,H,G,K", [] if INTERPRET else LONG)
+def test_context_of_131072(random, hardware, route, H, G, K):
+    """The last rows of a long sequence: decode, and a chunk, against the whole."""
+    T, page, new = 131072, 16, 77
+    q, k, v = (torch.randn(T, heads, K, device=hardware, generator=torch.Generator(hardware).manual_seed(heads)).bfloat16() for heads in (H, G, G))
+    cu, scale = _ints([0, T], hardware), K**-0.5
+    whole = portable.attend(q, k, v, cu, scale, 64, longest_q=T)[0] if route == "triton" else ops.varlen(q, k, v, cu, scale=scale, kv_block=64)
+    table = torch.randperm(T // page, generator=torch.Generator().manual_seed(1)).to(torch.int32).to(hardware).view(1, -1)
+    cache = [torch.empty(T // page, page, G, K, dtype=x.dtype, device=hardware) for x in (k, v)]
+    at = table[0].long()
+    for target, x in zip(cache, (k, v)):
+        target[at] = x.view(-1, page, G, K)
+    for rows, longest in ((1, 1), (new, new)):
+        got = _paged(route, q[-rows:], cache, table, _ints([T], hardware), _ints([0, rows], hardware), scale, longest)
+        assert_bit_equal(got, whole[-rows:], f"{rows} new tokens")
+    got = _paged(route, q[70000:70001], cache, table, _ints([70001], hardware), _ints([0, 1], hardware), scale, 1)
+    assert_bit_equal(got, whole[70000:70001], "decode inside")
+    assert not bit_equal(_paged(route, nudge(q[-1:], 3, 64), cache, table, _ints([T], hardware), _ints([0, 1], hardware), scale, 1), whole[-1:])
 
 
 @pytest.mark.parametrize("route,H,G,K", _routes()[:: 1 if INTERPRET else 2])

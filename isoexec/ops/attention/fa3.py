@@ -10,9 +10,12 @@ import functools
 
 import torch
 
+from isoexec.contract import ContractError
 from isoexec.ops._core.provider import provided
 
 HEAD_SIZES = (128, 192, 256)
+#: Cache pages whose gate has passed, for every head size; it reads pages by another engine where its step of keys divides them.
+PAGE_SIZES = range(16, 2049, 16)
 
 
 @functools.lru_cache(maxsize=None)
@@ -29,6 +32,11 @@ def attend(q, k, v, cu_seqlens_q, scale, *, longest_q, longest_k, cu_seqlens_k=N
         splits: 1 in every op; benchmarks pass the provider's default, 0, whose bits depend on the batch.
         q: [T, H, K] bf16. k, v: [T, G, K] packed with ``cu_seqlens_k``, or [pages, page_size, G, K] with ``seq_lens`` and ``block_table``.
     """
+    if block_table is not None and k.shape[1] not in PAGE_SIZES:
+        raise ContractError(
+            f"op attention.paged: pages of {k.shape[1]} tokens with head size {q.shape[2]}: expected a multiple of "
+            f"{PAGE_SIZES.step} up to {PAGE_SIZES[-1]}, which passed the gate of FlashAttention 3; set the engine's block_size to one"
+        )
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse, *_ = _forward()(
         q, k, v,
