@@ -1,22 +1,27 @@
 """Times the GPU ops against the native kernels in the same run: ``python -m bench.ops [--out FILE] [--only WORD]``.
 
-Medians over rotating inputs (so that small cases do not sit in the L2 cache) of replayed CUDA graphs. ``native`` is what a stock stack runs: torch's
-fused or eager kernels, cuBLAS, torch's attention; for purely memory-bound ops without a fused torch kernel it is a copy of as many bytes.
+Medians over rotating inputs (so that small cases do not sit in the L2 cache) of replayed CUDA graphs. ``native`` is what a stock stack runs: vLLM's
+kernels where ``--native`` names a folder with its extensions, else torch's fused or eager kernels; cuBLAS; the best of torch's attentions. For
+purely memory-bound ops without such a kernel it is a copy of as many bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
+import math
 import sys
 
 import torch
 import triton
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import native_moe, table
+from bench import gdn_native, native_moe, native_vllm, table
 from isoexec.ops import activation, attention, embedding, logprob, matmul, moe, norm, rope
+from isoexec.ops.attention import fa3
 from isoexec.ops.matmul import triton as portable_matmul
 
 EPS = 1e-6
@@ -45,51 +50,93 @@ def copy_of(bytes_moved):
 
 
 class Cases:
-    """Times cases whose op's name holds ``only`` and adds them to the table."""
+    """Times cases whose op's name holds ``only`` and adds them to the table. ``vllm``: whether vLLM's kernels are at hand."""
 
-    def __init__(self, only, table):
-        self.only, self.table = only, table
+    def __init__(self, only, table, vllm=False):
+        self.only, self.table, self.vllm, self.taken = only, table, vllm, {}
 
-    def add(self, op, case, ours, native, inputs, label, native_inputs=None, target=None, note=""):
+    def add(self, op, case, ours, native, inputs, label="", native_inputs=None, target=None, note="", groups=()):
+        """``native``: a function, or several by name, of which the fastest counts; ``groups``: means that the case enters besides its op's."""
         if self.only and self.only not in op:
             return
+        natives = native if isinstance(native, dict) else {label: native}
         try:
-            ours_us, native_us = median_us(ours, inputs), median_us(native, native_inputs or inputs)
+            ours_us, found = median_us(ours, inputs), {}
+            for name, function in natives.items():
+                try:
+                    found[name] = median_us(function, native_inputs or inputs)
+                except Exception as error:
+                    note = "; ".join(filter(None, (note, f"{name}: {type(error).__name__}")))
+            label = min(found, key=found.get)
         except Exception as error:  # a case that fails is reported, the others still count
             print(f"{op} {case}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return
+        note = "; ".join(filter(None, (note, *(f"{name} {us:.1f} us" for name, us in found.items() if name != label))))
         stage, shape = "forward + backward" if "gradient" in case else "forward", case.removesuffix(" with gradient").removesuffix(",")
-        self.table.add(op, stage, shape, ours_us, native_us, label, target=target, clock="graph", note=note)
+        for group in (op, *groups):
+            self.taken.setdefault((group, stage), []).append((ours_us, found[label]))
+        self.table.add(op, stage, shape, ours_us, found[label], label, target=target, clock="graph", note=note)
+
+    def mean(self, name, stage, target, *ops):
+        """A row of geometric means over all cases so far of ``ops`` (of ``name`` by default)."""
+        times = [pair for op in ops or (name,) for pair in self.taken.get((op, stage), ())]
+        if times:
+            ours, native = (math.exp(sum(math.log(t) for t in side) / len(side)) for side in zip(*times))
+            self.table.add(name, stage, f"geometric mean of {len(times)}", ours, native, "of the rows", target=target, clock="graph")
 
 
 def norms(cases):
     for T, D in ((16, 2048), (8192, 2048), (8192, 4096)):
         w, size = randn(D), 2 * T * D
         xs = sets(lambda: (randn(T, D),), 2 * size)
-        cases.add("norm.rms_norm", f"{T}x{D}", lambda x: norm.rms_norm(x, w, EPS), lambda x: F.rms_norm(x, (D,), w, EPS), xs, "F.rms_norm")
-        cases.add("norm.add_rms_norm", f"{T}x{D}", lambda x, r: norm.add_rms_norm(x, r, w, EPS), lambda a, b: b.copy_(a),
-                  sets(lambda: (randn(T, D), randn(T, D)), 4 * size), "copy of the same bytes", sets(copy_of(4 * size), 4 * size))  # fmt: skip
+        natives = {"F.rms_norm": lambda x: F.rms_norm(x, (D,), w, EPS)}
+        if cases.vllm:
+            natives["vLLM rms_norm"] = lambda x: native_vllm.rms_norm(x, w, EPS)
+        cases.add("norm.rms_norm", f"{T}x{D}", lambda x: norm.rms_norm(x, w, EPS), natives, xs)
+        pairs = sets(lambda: (randn(T, D), randn(T, D)), 4 * size)
+        if cases.vllm:
+            cases.add("norm.add_rms_norm", f"{T}x{D}", lambda x, r: norm.add_rms_norm(x, r, w, EPS),
+                      lambda x, r: native_vllm.fused_add_rms_norm(x, r, w, EPS), pairs, "vLLM fused_add_rms_norm")  # fmt: skip
+        else:
+            cases.add("norm.add_rms_norm", f"{T}x{D}", lambda x, r: norm.add_rms_norm(x, r, w, EPS), lambda a, b: b.copy_(a), pairs,
+                      "copy of the same bytes", sets(copy_of(4 * size), 4 * size))  # fmt: skip
     w, T, H = randn(128), 8192, 16
-    cases.add("norm.rms_norm", "heads 8192x16x128", lambda x: norm.rms_norm(x, w, EPS), lambda x: F.rms_norm(x, (128,), w, EPS),
-              sets(lambda: (randn(T, H, 128),), 1 << 26), "F.rms_norm")  # fmt: skip
+    natives = {"F.rms_norm": lambda x: F.rms_norm(x, (128,), w, EPS)}
+    if cases.vllm:
+        natives["vLLM rms_norm"] = lambda x: native_vllm.rms_norm(x, w, EPS)
+    cases.add("norm.rms_norm", "heads 8192x16x128", lambda x: norm.rms_norm(x, w, EPS), natives, sets(lambda: (randn(T, H, 128),), 1 << 26))
     x, w, g = randn(8192, 2048).requires_grad_(), randn(2048).requires_grad_(), randn(8192, 2048)
     cases.add("norm.rms_norm", "8192x2048 with gradient", lambda: torch.autograd.grad(norm.rms_norm(x, w, EPS), (x, w), g),
               lambda: torch.autograd.grad(F.rms_norm(x, (2048,), w, EPS), (x, w), g), [()], "F.rms_norm")  # fmt: skip
     bytes_moved = 3 * 2 * 8192 * 32 * 128
-    w = randn(128)
-    cases.add("norm.gated_rms_norm", "8192x32x128", lambda x, z: norm.gated_rms_norm(x, z, w, EPS), lambda a, b: b.copy_(a),
-              sets(lambda: (randn(8192, 32, 128), randn(8192, 32, 128)), bytes_moved), "copy of the same bytes", sets(copy_of(bytes_moved), bytes_moved))  # fmt: skip
+    w, pairs = randn(128), sets(lambda: (randn(8192, 32, 128), randn(8192, 32, 128)), bytes_moved)
+    ours = lambda x, z: norm.gated_rms_norm(x, z, w, EPS)  # noqa: E731
+    if cases.vllm:
+        cases.add("norm.gated_rms_norm", "8192x32x128", ours, lambda x, z: gdn_native.gated_norm(x, z, w), pairs, "vLLM rmsnorm_fn")
+    else:
+        cases.add("norm.gated_rms_norm", "8192x32x128", ours, lambda a, b: b.copy_(a), pairs, "copy of the same bytes",
+                  sets(copy_of(bytes_moved), bytes_moved))  # fmt: skip
 
 
 def elementwise(cases):
     for T in (16, 8192):
         moved = 3 * 2 * T * 6144
-        cases.add("activation.silu_mul", f"{T}x6144", activation.silu_mul, lambda a, b: b.copy_(a), sets(lambda: (randn(T, 12288),), moved),
-                  "copy of the same bytes", sets(copy_of(moved), moved))  # fmt: skip
-        cos, sin = rope.rope_table(torch.arange(T, device="cuda"), 128, 1e6)
-        moved = 4 * T * 16 * 128
-        cases.add("rope.apply_rope", f"{T}x16x128", lambda x: rope.apply_rope(x, cos, sin), lambda a, b: b.copy_(a),
-                  sets(lambda: (randn(T, 16, 128),), moved), "copy of the same bytes", sets(copy_of(moved), moved))  # fmt: skip
+        xs = sets(lambda: (randn(T, 12288),), moved)
+        if cases.vllm:
+            cases.add("activation.silu_mul", f"{T}x6144", activation.silu_mul, native_vllm.silu_and_mul, xs, "vLLM silu_and_mul")
+        else:
+            cases.add("activation.silu_mul", f"{T}x6144", activation.silu_mul, lambda a, b: b.copy_(a), xs, "copy of the same bytes",
+                      sets(copy_of(moved), moved))  # fmt: skip
+        positions = torch.arange(T, device="cuda")
+        cos, sin = rope.rope_table(positions, 128, 1e6)
+        moved, cos_sin = 4 * T * 16 * 128, torch.cat((cos, sin), -1).bfloat16()
+        xs = sets(lambda: (randn(T, 16, 128),), moved)
+        if cases.vllm:
+            cases.add("rope.apply_rope", f"{T}x16x128", lambda x: rope.apply_rope(x, cos, sin),
+                      lambda x: native_vllm.rotate(positions, x.view(T, -1), None, 128, cos_sin), xs, "vLLM rotary_embedding, in place")  # fmt: skip
+        else:
+            cases.add("rope.apply_rope", f"{T}x16x128", lambda x: rope.apply_rope(x, cos, sin), lambda a, b: b.copy_(a), xs, "copy of the same bytes",
+                      sets(copy_of(moved), moved))  # fmt: skip
         moved = 3 * 2 * T * 16 * 256
         cases.add("activation.sigmoid_gate", f"{T}x16x256", activation.sigmoid_gate, lambda a, b: b.copy_(a),
                   sets(lambda: (randn(T, 16, 256), randn(T, 16, 256)), moved), "copy of the same bytes", sets(copy_of(moved), moved))  # fmt: skip
@@ -124,48 +171,71 @@ def logprobs(cases):
 
 
 def products(cases):
-    for N, K in ((12288, 2048), (2048, 4096), (2048, 6144)):
-        for M in (1, 64, 1024, 8192):
+    for N, K in ((12288, 2048), (2048, 4096), (2048, 6144), (32768, 2048)):
+        for M in (1, 16, 64, 256, 1024, 8192):
             xs = sets(lambda: (randn(M, K), randn(N, K, scale=K**-0.5)), 2 * (M * K + N * K + M * N))
             case = f"{M}x{N}x{K}"
             cases.add("matmul.linear", case, matmul.linear, F.linear, xs, "cuBLAS", target=1.08)
-            cases.add("matmul.linear (Triton)", case, lambda x, w: portable_matmul.product(x, w, torch.bfloat16), F.linear, xs, "cuBLAS")
-            if N == 2048:
-                for G in (2, 4, 8):
-                    cases.add(f"matmul.row_parallel G={G}", case, lambda x, w: matmul.row_parallel_linear(x, w, leaves=G), F.linear, xs, "cuBLAS",
-                              target=1.15)  # fmt: skip
+            if M in (1, 64, 1024, 8192):
+                cases.add("matmul.linear (Triton)", case, lambda x, w: portable_matmul.product(x, w, torch.bfloat16), F.linear, xs, "cuBLAS")
+            for G in (2, 4, 8) if N == 2048 else ():
+                cases.add(f"matmul.row_parallel G={G}", case, lambda x, w: matmul.row_parallel_linear(x, w, leaves=G), F.linear, xs, "cuBLAS",
+                          target=1.15)  # fmt: skip
+    cases.mean("matmul.linear", "forward", 1.02)
     w = randn(151936, 2048, scale=2048**-0.5)
     for M in (16, 1024):
         cases.add("matmul.lm_head", f"{M}x151936x2048", matmul.lm_head, lambda x, w: F.linear(x, w).float(), [(randn(M, 2048), w)], "cuBLAS, to fp32",
                   target=1.08)  # fmt: skip
 
 
+def sdpa(B, S, backend=None):
+    """torch's attention of B packed sequences of S tokens, by ``backend`` (its own choice by default)."""
+
+    def run(q, k, v):
+        q, k, v = (x.unflatten(0, (B, S)).transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(backend) if backend else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
 def attentions(cases):
     for H, G, K in ((32, 8, 128), (16, 2, 256)):
-        B, S = 4, 2048
-        cu = torch.arange(0, B * S + 1, S, dtype=torch.int32, device="cuda")
-        make = lambda: tuple(randn(B * S, heads, K) for heads in (H, G, G))  # noqa: E731
-        ours = lambda q, k, v: attention.varlen(q, k, v, cu, scale=K**-0.5, kv_block=64, longest=S)  # noqa: E731
-
-        def native(q, k, v):
-            q, k, v = (x.view(B, S, -1, K).transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-        cases.add("attention.varlen", f"4x2048, {H}/{G}x{K}", ours, native, [make()], "torch SDPA")
-        leaves, g = [x.requires_grad_() for x in make()], randn(B * S, H, K)
-        cases.add("attention.varlen", f"4x2048, {H}/{G}x{K}, with gradient", lambda: torch.autograd.grad(ours(*leaves), leaves, g),
-                  lambda: torch.autograd.grad(native(*leaves).transpose(1, 2).reshape(B * S, H, K), leaves, g), [()], "torch SDPA", target=1.05)  # fmt: skip
+        for B, S in ((4, 2048), (8, 2048), (1, 16384)):
+            packed_attention(cases, H, G, K, B, S)
+            torch.cuda.empty_cache()
         decode(cases, H, G, K)
+    cases.mean("attention.varlen", "forward + backward", 1.05)
+    cases.mean("attention.paged, batch 16 and 256", "forward", 1.05)
+
+
+def packed_attention(cases, H, G, K, B, S):
+    cu = torch.arange(0, B * S + 1, S, dtype=torch.int32, device="cuda")
+    make = lambda: tuple(randn(B * S, heads, K) for heads in (H, G, G))  # noqa: E731
+    ours = lambda q, k, v: attention.varlen(q, k, v, cu, scale=K**-0.5, kv_block=64, longest=S)  # noqa: E731
+    natives = {"torch SDPA": sdpa(B, S), "flash": sdpa(B, S, SDPBackend.FLASH_ATTENTION), "cuDNN": sdpa(B, S, SDPBackend.CUDNN_ATTENTION)}
+    case = f"{B}x{S}, {H}/{G}x{K}"
+    cases.add("attention.varlen", case, ours, natives, [make()])
+    leaves, g = [x.requires_grad_() for x in make()], randn(B * S, H, K)
+
+    def gradient(function):
+        return lambda: torch.autograd.grad(function(*leaves), leaves, g)
+
+    cases.add("attention.varlen", case + ", with gradient", gradient(ours), {name: gradient(f) for name, f in natives.items()}, [()], target=1.05)
+    split = lambda splits: lambda q, k, v: fa3.attend(  # noqa: E731
+        q, k, v, cu, K**-0.5, longest_q=S, longest_k=S, cu_seqlens_k=cu, splits=splits
+    )
+    if S > 4096:
+        cases.add("attention.varlen, 8 splits of the keys", case, split(8), split(1), [make()], "one split",
+                  note="what a split in every case would cost the trainer and prefill")  # fmt: skip
 
 
 def decode(cases, H, G, K):
     """Decode, pages of 16, against the same kernel with its default number of splits, whose bits depend on the batch."""
-    from isoexec.ops.attention import fa3
-
     page = 16
-    for B, context in ((256, 4096), (16, 4096), (4, 4096), (1, 4096), (16, 32768), (4, 32768)):
+    for B, context in ((256, 4096), (16, 4096), (4, 4096), (1, 4096), (256, 32768), (16, 32768), (4, 32768), (1, 32768)):
         pages = B * context // page
-        caches = [randn(pages, page, G, K) for _ in range(2)]
+        caches = [torch.empty(pages, page, G, K, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2)]
         block_table = torch.randperm(pages, device="cuda").to(torch.int32).view(B, -1)
         lens = torch.full((B,), context, dtype=torch.int32, device="cuda")
         start = torch.arange(B + 1, dtype=torch.int32, device="cuda")
@@ -174,11 +244,17 @@ def decode(cases, H, G, K):
         def ours(longest):
             return lambda: attention.paged(q, *caches, block_table, lens, start, scale=K**-0.5, kv_block=64, longest=longest)
 
-        def native():
-            return fa3.attend(q, *caches, start, K**-0.5, longest_q=1, longest_k=context, seq_lens=lens, block_table=block_table, splits=0)
+        def native(splits=0):
+            return lambda: fa3.attend(
+                q, *caches, start, K**-0.5, longest_q=1, longest_k=context, seq_lens=lens, block_table=block_table, splits=splits
+            )[0]
 
         case = f"{B} decodes at {context}, {H}/{G}x{K}"
-        cases.add("attention.paged", case + ", bound 1", ours(1), native, [()], "FA3, default splits")
+        groups = ("attention.paged, batch 16 and 256",) if B >= 16 else ()
+        cases.add("attention.paged", case + ", bound 1", ours(1), native(), [()], "FA3, default splits", groups=groups)
+        if context == 32768 and B <= 16:
+            cases.add("attention.paged, 8 splits of the keys", case, native(8), native(1), [()], "one split")
+        caches = None
 
 
 def experts(cases, native):
@@ -201,16 +277,18 @@ def experts(cases, native):
                           note="native with our silu_mul between its products")  # fmt: skip
                 cases.add("moe.route", f"{T}x{E}", lambda: moe.route(logits, top_k=k, renormalize=True), lambda: native_moe.topk_softmax(logits, k), [()],
                           "vLLM 0.23.0 topk_softmax")  # fmt: skip
-            moved = 2 * T * D * (k + 1)
-            values = randn(T, k, D)
-            cases.add("moe.combine", f"{T}x{k}x{D}, {E} experts", lambda: moe.combine(values, weights, chosen, num_experts=E, combine_groups=groups),
-                      lambda a, b: b.copy_(a), [()], "copy of the same bytes", sets(copy_of(moved), moved))  # fmt: skip
+            xs = sets(lambda: (randn(T, k, D),), 2 * T * D * (k + 1))
+            natives = {"torch.sum of weighted rows": lambda v: v.sum(1)}
+            if cases.vllm:
+                natives["vLLM moe_sum of weighted rows"] = native_vllm.sum_experts
+            cases.add("moe.combine", f"{T}x{k}x{D}, {E} experts", lambda v: moe.combine(v, weights, chosen, num_experts=E, combine_groups=groups), natives, xs)
             if T == 4096:
                 leaves, g = [t.requires_grad_() for t in (x, gate_up, down)], randn(T, k, D)
                 cases.add("moe.expert_mlp", f"{T} tokens, {E} experts with gradient", lambda: torch.autograd.grad(moe.expert_mlp(x, chosen, gate_up, down), leaves, g),
                           lambda: torch_experts(x, chosen, gate_up, down, leaves, g), [()], "torch grouped_mm, sorted rows")  # fmt: skip
                 for t in leaves:
                     t.requires_grad_(False)
+    cases.mean("moe.expert_mlp + combine", "forward", 1.0)
 
 
 def torch_experts(x, chosen, gate_up, down, leaves, g):
@@ -228,16 +306,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=table.PATH)
     parser.add_argument("--only", default="", help="cases whose op's name holds this word")
-    parser.add_argument("--native", default="", help="folder with the native MoE kernels, see bench/native_moe.py")
+    parser.add_argument("--native", default="", help="folder with vLLM's kernels, see bench/native_moe.py and bench/native_vllm.py")
     parser.add_argument("--commit", default="", help="of the measured tree, where git is not at hand")
     options = parser.parse_args()
     table.need_gpu()
     torch.manual_seed(0)
-    cases = Cases(options.only, table.Table(options.out, options.commit))
+    if options.native:
+        sys.path.insert(0, options.native)
+        native_vllm.load(options.native)
+    cases = Cases(options.only, table.Table(options.out, options.commit), bool(options.native))
     native = native_moe.load(options.native) if options.native else None
     for part in (norms, elementwise, logprobs, products, attentions, functools.partial(experts, native=native)):
         part(cases)
         torch.cuda.empty_cache()
+    small = {op for op, stage in cases.taken if op.split(".")[0] in ("norm", "rope", "activation", "logprob") or op in ("moe.route", "moe.combine")}
+    cases.mean("norms, rope, gates, router, combine, logprob", "forward", 1.0, *sorted(small))
 
 
 if __name__ == "__main__":
