@@ -2,6 +2,9 @@
 
 import os
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -31,7 +34,7 @@ _BF16 = {"h", "saved", "shared", "x", "y", "residual", "gate", "weight", "total"
 _ALIGNED = {"x_outer", "gate_outer", "outer", "x_stride", "w_stride", "q_token", "q_head", "k_page", "k_token", "k_head", "x_stride", "D", "F", "v_page", "v_token", "v_head"}
 
 
-def ptx(kernel, warps=4, stages=3, **constants):
+def ptx(kernel, warps=4, stages=3, architecture=90, **constants):
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if isinstance(constants.get(name), str):
@@ -44,7 +47,7 @@ def ptx(kernel, warps=4, stages=3, **constants):
         if signature[name].startswith("*") or name in _ALIGNED:
             attributes[i,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages, **COMPILE}).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps, "num_stages": stages, **COMPILE}).asm["ptx"]
 
 
 _NORM = dict(D=2048, N=2048, LOGN=11, R=1, SAVE=False)
@@ -58,7 +61,7 @@ FORWARD = {
     "sigmoid_gate": (activation.sigmoid_gate_kernel, dict(D=128, R=16, BLOCK=128, ONE=False)),
     "temperature": (logprob.scale_kernel, dict(PER_ROW=False, TILE=4096)),
     "block sums": (logprob.sums_kernel, dict(TILES=64, BLOCK=64, LOGB=6, PER_TILE=64)),
-    "tree": (matmul.tree_kernel, dict(BIAS=True, LEAVES=8, BLOCK=1024)),
+    "tree": (matmul.tree_kernel, dict(BIAS=True, LEAVES=8, BLOCK=1024, EARLY=False)),
     "combine": (triton_combine.combine_kernel, dict(TOP=8, P=8, GROUPS=8, PER_GROUP=32, SHARED=True, BLOCK=1024)),
     "route": (triton_route.route_kernel, dict(bias="*fp32", E=256, N=256, LOGN=8, TOP=8, P=8, RENORMALIZE=True, SIGMOID=False, BIAS=False, SCALE=False, GROUPS=1, KEPT=1, M=1)),
     "totals": (logprob.total_kernel, dict(N=4096, LOGN=12, TILES=64, TOKEN=False, GATHER=False)),
@@ -89,9 +92,55 @@ def test_wide_rows_load_sixteen_bytes():
 def test_products_run_on_the_wide_matrix_unit(leaves, tiles):
     BM, BN, BK, warps, stages = tiles
     text = ptx(matmul.product_kernel, warps, stages, x=f"tensordesc<bf16[{BM}, {BK}]>", w=f"tensordesc<bf16[{BN}, {BK}]>", BIAS=False,
-               LEAVES=leaves, PARK=leaves > 2, FLAT=leaves == 8, BM=BM, BN=BN, BK=BK, GROUP=8)  # fmt: skip
+               LEAVES=leaves, PARK=leaves > 2, FLAT=leaves == 8, BM=BM, BN=BN, BK=BK, GROUP=8, EARLY=False)  # fmt: skip
     assert "wgmma" in text and not re.search(r"\bmma\.sync", text)
     assert "cp.async.bulk.tensor" in text
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 100])
+@pytest.mark.parametrize("name", ["rms_norm", "combine"])
+def test_arithmetic_is_as_written_for_other_architectures(name, architecture):
+    """All launches: python -m tests.gpu.compile_everywhere."""
+    kernel, constants = FORWARD[name]
+    text = ptx(kernel, architecture=architecture, **constants)
+    assert f".target sm_{architecture}" in text and not re.search(r"fma\.\S*f32|div\.(approx|full)|\.ftz", text)
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 100])
+def test_products_compile_for_other_architectures(architecture):
+    BM, BN, BK, warps, stages = matmul.SMALL
+    text = ptx(matmul.product_kernel, warps, stages, architecture, x=f"tensordesc<bf16[{BM}, {BK}]>", w=f"tensordesc<bf16[{BN}, {BK}]>", BIAS=False,
+               LEAVES=1, PARK=False, FLAT=False, BM=BM, BN=BN, BK=BK, GROUP=8, EARLY=False)  # fmt: skip
+    assert ("tcgen05" if architecture == 100 else "mma.sync") in text
+
+
+def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers():
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from isoexec.ops.matmul import hopper
+
+    kernel, constants = hopper.tree_product_kernel, dict(BIAS=False, LEAVES=8, BN=hopper.COLUMNS, BK=hopper.STEP, STAGES=hopper.STAGES, GROUP=8)
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        rows = {"x": hopper.ROWS // 2, "w": hopper.COLUMNS}.get(name)
+        signature[name] = "constexpr" if name in constants else "*bf16" if name in ("y", "bias") else "i32"
+        if rows:
+            block = [rows, hopper.STEP]
+            signature[name] = f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+        elif name in ("y", "bias", "N"):
+            attributes[i,] = [["tt.divisibility", 16]]
+    compiled = triton.compile(GluonASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32),
+                              options=dict(num_warps=4, maxnreg=hopper.REGISTERS, **COMPILE))  # fmt: skip
+    text = compiled.asm["ptx"]
+    assert "wgmma" in text and "cp.async.bulk.tensor" in text and "setmaxnreg" in text
+    assert not re.search(r"fma\.rn\.f32|\b(atom|red)\.", text)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    assert "LOCAL:0" in usage and "STACK:0" in usage, usage
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["few rows per expert", "many"])

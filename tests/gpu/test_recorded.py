@@ -1,23 +1,43 @@
-"""The last recorded run of this folder on a GPU (gpu_results.json) proves what the code routes and pins now."""
+"""The runs of this folder recorded on a GPU (gpu_results.json) prove what the code routes and pins now; a record of other code fails."""
 
 import json
 from pathlib import Path
 
 from isoexec.ops._core.provider import PROVIDERS
 from isoexec.ops.attention import fa3
+from tests.gpu import sources
 
-RECORDED = json.loads((Path(__file__).parent / "gpu_results.json").read_text())
+HERE = Path(__file__).parent
+RECORDED = json.loads((HERE / "gpu_results.json").read_text())
+PASSED = [name for run in RECORDED["runs"] for name in run["passed"]]
 
 
 def test_nothing_failed():
-    assert RECORDED["passed"] and not RECORDED["other"]
+    assert len(PASSED) == len(set(PASSED)) > 200 and not any(run["other"] for run in RECORDED["runs"])
+
+
+def test_the_runs_are_of_this_code():
+    recorded = {}
+    for run in RECORDED["runs"]:
+        assert not recorded.keys() & run["sources"].keys(), "a file is of one run"
+        recorded |= run["sources"]
+    now = sources.digests()
+    other = sorted(name for name in recorded.keys() | now.keys() if recorded.get(name) != now.get(name))
+    assert not other, f"gpu_results.json is a record of other kernels than {', '.join(other)}: run python -m tests.gpu.record COMMIT on a GPU"
+
+
+def test_a_change_of_code_shows_and_a_comment_does_not():
+    source = (sources.OPS / "norm" / "triton.py").read_text()
+    assert sources.of(source + "# a comment\n") == sources.of(source)
+    assert sources.of(source.replace("_GRADIENT_PROGRAMS = 132", "_GRADIENT_PROGRAMS = 131")) != sources.of(source)
 
 
 def test_the_pinned_providers_are_the_proven_ones():
     assert RECORDED["providers"] == {p.name: p.sha256 for p in PROVIDERS.values()}, "run the gates on a GPU with these providers"
 
 
-def test_every_head_size_given_to_a_provider_passed_its_gate():
-    gates = [name for name in RECORDED["passed"] if name.startswith("test_attention::test_every_case_has_the_same_bits[public-")]
-    proven = {int(name.rstrip("]").rsplit("-", 1)[1]) for name in gates}
-    assert set(fa3.HEAD_SIZES) <= proven
+def test_every_head_size_given_to_a_provider_passed_its_gates():
+    for gate in ("test_every_case_has_the_same_bits", "test_pages_of_every_size", "test_context_of_131072"):
+        gates = [name for name in PASSED if name.startswith(f"test_attention::{gate}[public-")]
+        proven = {int(name.rstrip("]").rsplit("-", 1)[1]) for name in gates}
+        assert set(fa3.HEAD_SIZES) <= proven, gate

@@ -1,0 +1,62 @@
+"""Runs this folder's tests on a GPU and writes what came of it: ``python -m tests.gpu.record COMMIT [RESULT.json]``.
+
+The committed result is gpu_results.json.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import triton
+
+from isoexec.ops._core.provider import PROVIDERS
+from tests.gpu.sources import digests
+
+HERE = Path(__file__).parent
+PROCESSES = 10
+#: They say something about the record, or about a machine without a GPU.
+LEFT_OUT = ("test_recorded.py", "test_interpreted.py", "test_compile.py")
+
+
+def main(commit: str, result=HERE / "gpu_results.json") -> bool:
+    files = sorted(path for path in HERE.glob("test_*.py") if path.name not in LEFT_OUT)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as together:
+
+        def run(path):
+            report = Path(folder, f"{path.stem}.xml")
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(path)]
+            done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True)
+            print(path.name, done.stdout[-3000:] if done.returncode else done.stdout.splitlines()[-1], flush=True)
+            return list(ElementTree.parse(report).iter("testcase"))
+
+        cases = [case for found in together.map(run, files) for case in found]
+    passed, other = [], {}
+    for case in cases:
+        name = f"{case.get('classname').rsplit('.', 1)[-1]}::{case.get('name')}"
+        outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        if outcome is None:
+            passed.append(name)
+        else:
+            other[name] = f"{outcome.tag}: {(outcome.get('message') or '').splitlines()[0][:300]}"
+    run = dict(commit=commit, date=datetime.date.today().isoformat(), sources=digests(), passed=sorted(passed), other=other)
+    record = dict(
+        device=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        triton=triton.__version__,
+        providers={p.name: p.sha256 for p in PROVIDERS.values()},
+        runs=[run],
+    )
+    Path(result).write_text(json.dumps(record, indent=1) + "\n")
+    return bool(passed) and not other
+
+
+if __name__ == "__main__":
+    raise SystemExit(0 if main(*sys.argv[1:]) else 1)

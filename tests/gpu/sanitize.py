@@ -1,0 +1,66 @@
+"""NVIDIA's compute-sanitizer over every launch of launches.py: ``python -m tests.gpu.sanitize [RESULT.json]``.
+
+`check` is of use for any command; Triton kernels are compiled by a first run without the tool.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+RESULT = Path(__file__).with_name("sanitized.json")
+
+
+def check(command: list[str], tool: str, timeout: int = 300) -> dict:
+    """{tool, version, errors, summary}; errors None: the tool did not come to an end."""
+    version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1:]
+    found = dict(tool=tool, version=" ".join(version), errors=None)
+    try:
+        run = subprocess.run(["compute-sanitizer", "--tool", tool, *command], capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        return dict(found, summary=f"no end within {timeout} s: {(error.stdout or b'')[-300:]!r}")
+    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", run.stdout)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("=========")]
+    if summaries:
+        found["errors"] = sum(map(int, summaries))
+    return dict(found, status=run.returncode, summary="\n".join(lines[-1:] if found["errors"] == 0 else lines[:40]) or run.stderr[-500:])
+
+
+def workload():
+    import torch
+
+    from tests.gpu import launches
+
+    for name, case in launches.every(launches.SMALL, "cuda"):
+        case()
+        torch.cuda.synchronize()
+        print(name, flush=True)
+    from isoexec.ops.matmul import hopper
+
+    x, w = torch.randn(300, 1024, device="cuda").bfloat16(), torch.randn(200, 1024, device="cuda").bfloat16()
+    for leaves in (2, 4, 8):
+        hopper.product(x, w, torch.bfloat16, None, leaves)
+        torch.cuda.synchronize()
+        print("matmul, hopper,", leaves, "leaves", flush=True)
+
+
+def main(result=RESULT, tools=TOOLS):
+    from tests.gpu.sources import digests
+
+    command = [sys.executable, "-m", "tests.gpu.sanitize", "--workload"]
+    first = subprocess.run(command, capture_output=True, text=True)
+    found = dict(sources=digests(), launches=first.stdout.splitlines(), failed=first.stderr[-800:] if first.returncode else "", tools=[])
+    with ThreadPoolExecutor() as together:
+        for one in together.map(lambda tool: check(command, tool), tools):
+            found["tools"].append(one)
+            Path(result).write_text(json.dumps(found, indent=1) + "\n")
+            print(json.dumps(one)[:1500], flush=True)
+
+
+if __name__ == "__main__":
+    workload() if "--workload" in sys.argv else main(*sys.argv[1:])
