@@ -9,30 +9,13 @@ import importlib.util
 import random
 
 import pytest
+from variants import sample
 
 from isoexec.contract import CONTRACT_VARIABLE
 from isoexec.contract.build import contract_for_model
+from tests.poison import unwritten_memory
 
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    from isoexec.verify.checkpoint import make_checkpoint
-
-    return make_checkpoint(tmp_path_factory.mktemp("model") / "qwen3")
-
-
-@pytest.fixture(scope="session")
-def other_checkpoint(tmp_path_factory):
-    from isoexec.verify.checkpoint import make_checkpoint
-
-    return make_checkpoint(tmp_path_factory.mktemp("model") / "qwen3-other", seed=1)
-
-
-@pytest.fixture(scope="session")
-def contract_file(checkpoint, tmp_path_factory):
-    path = tmp_path_factory.mktemp("contract") / "contract.json"
-    path.write_text(contract_for_model(str(checkpoint), "cpu").to_json())
-    return str(path)
+DENSE = "Qwen3ForCausalLM"
 
 
 @pytest.fixture(scope="session")
@@ -57,8 +40,24 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def checkpoint(made):
+    return made(DENSE)[0]
+
+
+@pytest.fixture(scope="session")
+def other_checkpoint(made):
+    return made(DENSE, seed=1)[0]
+
+
+@pytest.fixture(scope="session")
+def contract_file(made):
+    return made(DENSE)[1]
+
+
+@pytest.fixture(scope="session")
 def open_engine(contract_file):
-    """``with open_engine(model, **shape) as engine``: under the contract, its cache filled with NaN; ``contract=None`` for none.
+    """``with open_engine(model, **shape) as engine``: under the contract, its cache filled with NaN; ``contract=None`` for none, in memory
+    as upstream finds it.
 
     One engine at a time: a fixture that keeps one open is scoped to a class.
     """
@@ -73,7 +72,7 @@ def open_engine(contract_file):
     def opened(model, *, contract=contract_file, **shape):
         from isoexec.runtimes.vllm.engine import RolloutEngine
 
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, contextlib.nullcontext() if contract else unwritten_memory(poisoned=False):
             patch.setenv(CONTRACT_VARIABLE, contract or "")
             engine = RolloutEngine(model, **shape)
             if contract:
@@ -86,10 +85,24 @@ def open_engine(contract_file):
     return opened
 
 
+@pytest.fixture(scope="module")
+def opened(request, made, open_engine):
+    """``with opened(**shape) as engine``: of the module's ARCHITECTURE, else of the dense one."""
+    folder, contract = made(getattr(request.module, "ARCHITECTURE", DENSE))
+    return lambda **shape: open_engine(folder, **({"contract": contract} | shape))
+
+
+@pytest.fixture(scope="module")
+def together(opened, prompts):
+    """Some prompts in one batch: what every other way of running them must give."""
+    with opened() as engine:
+        return sample(engine, prompts)
+
+
 @pytest.fixture(scope="class")
-def engine(open_engine, checkpoint):
+def engine(opened):
     """An engine that takes every prompt whole and holds every sequence."""
-    with open_engine(checkpoint) as engine:
+    with opened() as engine:
         yield engine
 
 

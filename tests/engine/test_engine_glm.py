@@ -14,25 +14,6 @@ from isoexec.ops._core.bits import assert_bit_equal
 ARCHITECTURE = "Glm4MoeLiteForCausalLM"
 
 
-@pytest.fixture(scope="module")
-def opened(made, open_engine):
-    """``with opened(**shape) as engine``."""
-    folder, contract = made(ARCHITECTURE)
-    return lambda **shape: open_engine(folder, **({"contract": contract} | shape))
-
-
-@pytest.fixture(scope="module")
-def together(opened, prompts):
-    with opened() as engine:
-        return sample(engine, prompts)
-
-
-@pytest.fixture(scope="class")
-def engine(opened):
-    with opened() as engine:
-        yield engine
-
-
 class TestOneEngine:
     def test_ops_of_both_cases(self, together):
         served = {(op, case) for op, case, _ in registry.served()}
@@ -44,6 +25,9 @@ class TestOneEngine:
 
     def test_prefill_rescores_what_decode_sampled(self, engine, prompts, together):
         variants.assert_prefill_rescores(engine, prompts, together)
+
+    def test_eviction_at_every_position(self, engine, prompts, together):
+        variants.assert_evicted(engine, prompts, together)
 
     def test_negative_control_and_reload(self, engine, made, tmp_path, prompts, together):
         variants.assert_reload(engine, made(ARCHITECTURE)[0], tmp_path, prompts, together, "layers.2.self_attn.kv_a_layernorm.weight")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import variants
 from bitwise import same
+from safetensors.torch import save_file
 from variants import SOME, sample
 
 from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, Numerics
+from isoexec.contract.manifest import differing
 from isoexec.ops._core import registry
+from tests.checkpoints import in_form_of, manifest_of
 
 #: A text-only dense checkpoint, and one with experts and a vision tower beside the language model; each with a form of the core.
 MODELS = (("Qwen3_5ForCausalLM", "cpr"), ("Qwen3_5MoeForConditionalGeneration", "cpr_wy"))
@@ -37,18 +41,6 @@ def opened(architecture, form, made, open_engine):
     """``with opened(**shape) as engine``."""
     folder, contract = made(architecture, gdn_form=form)
     return lambda **shape: open_engine(folder, **({"contract": contract} | shape))
-
-
-@pytest.fixture(scope="module")
-def together(opened, prompts):
-    with opened() as engine:
-        return sample(engine, prompts)
-
-
-@pytest.fixture(scope="class")
-def engine(opened):
-    with opened() as engine:
-        yield engine
 
 
 def counted(folder, form):
@@ -95,6 +87,26 @@ class TestOneEngine:
         cache = engine._llm.llm_engine.vllm_config.cache_config
         assert (cache.block_size, cache.num_gpu_blocks) == (block, blocks)
         assert block % 16 == 0
+
+
+#: The same language model with a vision tower beside it.
+OTHER_FORM = {"Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration"}
+
+
+def test_both_forms_of_a_checkpoint_are_one_model(architecture, form, made, open_engine, tmp_path, prompts, together):
+    """A checkpoint of the other form, with the same weights: loaded, synced and sampled in the same bits."""
+    if architecture not in OTHER_FORM:
+        pytest.skip("tests/trace compares both runtimes on the text-only form of this one")
+    theirs, contract = made(OTHER_FORM[architecture], gdn_form=form)
+    shutil.copytree(theirs, tmp_path / "same")
+    save_file(in_form_of(theirs, made(architecture)[0]), tmp_path / "same" / "model.safetensors", metadata={"format": "pt"})
+    with open_engine(tmp_path / "same", contract=contract) as engine:
+        assert all(same(sample(engine, prompts), together))
+        assert differing(manifest_of(tmp_path / "same"), engine.weight_manifest()) == []
+        variants.assert_reload(engine, tmp_path / "same", tmp_path, prompts, together, "layers.2.linear_attn.conv1d.weight")
+        engine.load_weights(theirs)
+        assert differing(manifest_of(theirs), engine.weight_manifest()) == []
+        assert not any(same(sample(engine, prompts), together)[4:])
 
 
 def test_chunked_prefill(opened, prompts, together):

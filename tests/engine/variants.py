@@ -14,8 +14,9 @@ SEEDS = list(range(1000, 1064))
 SOME = [0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 20, 21]
 
 
-def sample(engine, prompts, which=SOME, tokens=TOKENS, evict_at=()):
-    return engine.generate([prompts[i] for i in which], [SEEDS[i] for i in which], 1.0, tokens, record_rows=True, evict_at=evict_at)
+def sample(engine, prompts, which=SOME, tokens=TOKENS, evict_at=(), temperature=1.0):
+    asked = [prompts[i] for i in which], [SEEDS[i] for i in which]
+    return engine.generate(*asked, temperature, tokens, record_rows=True, evict_at=evict_at)
 
 
 def assert_alone_and_permuted(engine, prompts, expected):

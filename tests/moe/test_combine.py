@@ -6,8 +6,9 @@ import torch
 
 from isoexec.contract import ContractError
 from isoexec.ops import moe
-from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops._core.bits import bit_equal, nudge
 from isoexec.ops.moe.reference import weighted_total
+from tests.ops.op_checks import same_bits
 
 E, GROUPS = 16, 8
 
@@ -45,9 +46,9 @@ def test_the_schedule_before_rounding(k, num_experts, groups):
     values, weights, experts = case(k=k, num_experts=num_experts)
     shared = torch.randn(40, 24, generator=torch.Generator().manual_seed(9)).bfloat16()
     got = total(values, weights, experts, shared, num_experts, groups)
-    assert_bit_equal(got, oracle(values, weights, experts, shared, num_experts, groups))
+    same_bits(got, oracle(values, weights, experts, shared, num_experts, groups))
     rounded = moe.combine(values, weights, experts, shared, num_experts=num_experts, combine_groups=groups)
-    assert_bit_equal(rounded, got.bfloat16())
+    same_bits(rounded, got.bfloat16())
 
 
 def test_order_is_visible_from_four_terms_on():
@@ -62,7 +63,7 @@ def test_order_of_ranks_does_not_matter():
     values, weights, experts = case(k=8)
     shuffle = torch.argsort(torch.rand(experts.shape, generator=torch.Generator().manual_seed(5)), -1)
     moved = values.gather(1, shuffle[..., None].expand_as(values)), weights.gather(1, shuffle), experts.gather(1, shuffle)
-    assert_bit_equal(total(*moved), total(values, weights, experts))
+    same_bits(total(*moved), total(values, weights, experts))
 
 
 def test_shared_expert_is_last():
@@ -71,7 +72,7 @@ def test_shared_expert_is_last():
     first = oracle(torch.cat([shared[:, None], values], 1), torch.cat([torch.ones(400, 1), weights], 1),
                    torch.cat([torch.full((400, 1), -1), experts], 1) + 1, num_experts=17, groups=1)  # fmt: skip
     got = total(values, weights, experts, shared, groups=1)
-    assert_bit_equal(got, oracle(values, weights, experts, shared, groups=1))
+    same_bits(got, oracle(values, weights, experts, shared, groups=1))
     assert not bit_equal(got, first)
 
 
@@ -79,7 +80,7 @@ def test_minus_zero_terms_give_plus_zero():
     values = torch.full((1, 2, 3), -0.0).bfloat16()
     weights, experts = torch.tensor([[0.5, 0.5]]), torch.tensor([[3, 9]])
     for groups in (1, 2, 4, 8, 16):
-        assert_bit_equal(total(values, weights, experts, groups=groups), torch.zeros(1, 3))
+        same_bits(total(values, weights, experts, groups=groups), torch.zeros(1, 3))
     assert not bit_equal(values[:, 0].float(), torch.zeros(1, 3))  # the sign is there to be lost
 
 
@@ -88,7 +89,7 @@ def test_subnormal_terms_are_kept():
     weights = torch.full((1, 2), 2.0**-20)
     for groups in (1, 16):
         got = total(values, weights, torch.tensor([[0, 1]]), groups=groups)
-        assert_bit_equal(got, torch.full((1, 3), 2.0**-139))
+        same_bits(got, torch.full((1, 3), 2.0**-139))
 
 
 def test_one_ulp_reaches_the_total():
@@ -102,9 +103,9 @@ def test_a_row_does_not_depend_on_its_batch_even_beside_nan():
     values, weights, experts = case(T=65)
     got = total(values, weights, experts)
     for n in (1, 2, 3, 17, 64):
-        assert_bit_equal(total(values[:n], weights[:n], experts[:n]), got[:n])
+        same_bits(total(values[:n], weights[:n], experts[:n]), got[:n])
     values[64], weights[64] = float("nan"), float("inf")
-    assert_bit_equal(total(values, weights, experts)[:64], got[:64])
+    same_bits(total(values, weights, experts)[:64], got[:64])
 
 
 def test_a_pair_of_another_rank_is_left_out_by_selection():
@@ -114,7 +115,7 @@ def test_a_pair_of_another_rank_is_left_out_by_selection():
     half = weighted_total(poisoned, weights, experts, None, 0, 4, 2, None, None)
     other = weighted_total(values, weights, experts, None, 8, 4, 2, None, None)
     assert not half.isnan().any()
-    assert_bit_equal(half + other, total(values, weights, experts))
+    same_bits(half + other, total(values, weights, experts))
 
 
 def test_gradients_are_those_of_fp64():
@@ -130,7 +131,7 @@ def test_gradients_are_those_of_fp64():
     plain = [t.clone().requires_grad_() for t in (values, weights)]
     moe.combine(*plain, experts, num_experts=E, combine_groups=GROUPS).backward(out)  # no shared expert: the same gradients
     for got, expected in zip(plain, leaves):
-        assert_bit_equal(got.grad, expected.grad)
+        same_bits(got.grad, expected.grad)
 
 
 def test_no_token():

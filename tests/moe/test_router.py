@@ -8,7 +8,8 @@ import torch
 
 from isoexec.contract import ContractError
 from isoexec.ops import moe
-from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops._core.bits import bit_equal, nudge
+from tests.ops.op_checks import same_bits
 
 NAN, INF = float("nan"), float("inf")
 
@@ -56,10 +57,10 @@ def test_minus_zero_equals_zero():
     x[0, 1], x[0, 2] = -0.0, 0.0
     weights, experts = moe.route(x, top_k=2, renormalize=False)
     assert experts.tolist() == [[1, 2]]
-    assert_bit_equal(weights[:, 0], weights[:, 1])
+    same_bits(weights[:, 0], weights[:, 1])
     swapped, experts = moe.route(x[:, [0, 2, 1, 3]], top_k=2, renormalize=False)
     assert experts.tolist() == [[1, 2]]
-    assert_bit_equal(weights, swapped)
+    same_bits(weights, swapped)
 
 
 def test_minus_zero_equals_zero_in_biased_selection():
@@ -75,8 +76,8 @@ def test_nan_stays_in_its_row():
     clean, chosen = moe.route(x[[0, 1, 3, 4]], top_k=4, renormalize=True)
     weights, experts = moe.route(x, top_k=4, renormalize=True)
     assert experts[2].tolist() == [0, 1, 2, 3] and weights[2].isnan().all()
-    assert_bit_equal(weights[[0, 1, 3, 4]], clean)
-    assert_bit_equal(experts[[0, 1, 3, 4]], chosen)
+    same_bits(weights[[0, 1, 3, 4]], clean)
+    same_bits(experts[[0, 1, 3, 4]], chosen)
 
 
 def test_nan_score_ranks_below_every_number():
@@ -100,7 +101,7 @@ def test_order_by_rank_with_gradients_on_and_off(top_k, scoring):
     with torch.no_grad():
         off = moe.route(x, top_k=top_k, renormalize=False, scoring=scoring)
     for a, b in zip(on, off):
-        assert_bit_equal(a.detach(), b)
+        same_bits(a.detach(), b)
     assert (off[0][:, 1:] <= off[0][:, :-1]).all()
 
 
@@ -114,7 +115,7 @@ def test_renormalisation_sums_in_rank_order():
             total = total + raw[:, r].numpy()
         return torch.from_numpy(raw.numpy() / total[:, None])
 
-    assert_bit_equal(weights, normalised(range(8)))
+    same_bits(weights, normalised(range(8)))
     assert not bit_equal(weights, normalised(range(7, -1, -1)))  # the order is visible
 
 
@@ -124,10 +125,10 @@ def test_a_row_does_not_depend_on_its_batch(scoring):
     whole = moe.route(x, top_k=8, renormalize=True, scoring=scoring)
     for n in (1, 2, 3, 8, 17, 64, 256):
         part = moe.route(x[:n], top_k=8, renormalize=True, scoring=scoring)
-        assert_bit_equal(part[0], whole[0][:n])
-        assert_bit_equal(part[1], whole[1][:n])
+        same_bits(part[0], whole[0][:n])
+        same_bits(part[1], whole[1][:n])
     alone = moe.route(x[200:201], top_k=8, renormalize=True, scoring=scoring)
-    assert_bit_equal(alone[0], whole[0][200:201])
+    same_bits(alone[0], whole[0][200:201])
     moved = nudge(x, x[0].argmax(), 1 if scoring == "softmax" else 256)  # sigmoid contracts: one ulp of a logit is lost in it
     assert not bit_equal(moe.route(moved, top_k=8, renormalize=True, scoring=scoring)[0], whole[0])
 
@@ -168,8 +169,8 @@ def test_groups_limit_the_choice(n_group, topk_group, top_k):
     assert bit_equal(weights, free[0]) == (n_group == topk_group) and (experts == free[1]).all() == (n_group == topk_group)
     for n in (1, 17):
         part = moe.route(x[:n], **arguments, n_group=n_group, topk_group=topk_group)
-        assert_bit_equal(part[0], weights[:n])
-        assert_bit_equal(part[1], experts[:n])
+        same_bits(part[0], weights[:n])
+        same_bits(part[1], experts[:n])
 
 
 def test_tied_groups_go_to_the_lowest_index_and_one_ulp_decides():
@@ -235,5 +236,5 @@ def test_logits_are_fp32_products_of_bf16_operands():
     y = moe.router_logits(x, w)
     assert y.dtype == torch.float32
     assert (y.double() - x.double() @ w.double().T).abs().max() < 1e-4
-    assert_bit_equal(moe.router_logits(x[20:21], w), y[20:21])
+    same_bits(moe.router_logits(x[20:21], w), y[20:21])
     assert not bit_equal(moe.router_logits(nudge(x, 96 * 20), w)[20:21], y[20:21])
