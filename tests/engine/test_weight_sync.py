@@ -149,6 +149,33 @@ class TestSync:
             core.step()
         engine.load_weights(first)
 
+    @pytest.mark.parametrize("moved", [False, True], ids=["the same weights", "a sync on waking"])
+    def test_asleep_and_awake(self, engine, first, second, prompts, fresh, contract, moved):
+        """vLLM's own sleep, in the order of a run whose sides share memory. Whose weights woke is compared, not believed."""
+        folder, llm = (second if moved else first), engine._llm
+
+        def compared():
+            return check_weights(contract, {"trainer": manifest_of(folder), "engine": engine.weight_manifest()})
+
+        def alone():
+            return [sample(engine, prompts, [SOME[n]])[0] for n in ALONE]
+
+        engine.load_weights(first)
+        alone()
+        assert sum(r.num_cached_tokens for r in alone()) > 0, "nothing was cached that a wake-up could hit"
+        llm.sleep(level=1)
+        assert llm.llm_engine.is_sleeping()
+        llm.wake_up(tags=["weights"])
+        if moved:
+            with pytest.raises(ContractError, match=r"^weights\..*: trainer has .*, engine has .*tensors differ"):
+                compared()
+            engine.load_weights(second)
+        compared()
+        llm.wake_up(tags=["kv_cache"])
+        assert not llm.llm_engine.is_sleeping()
+        found = alone()
+        assert not any(r.num_cached_tokens for r in found) and all(same(found, [fresh[folder][n] for n in ALONE]))
+
     @pytest.mark.parametrize("barriers", [("flush", "version"), ("flush",), ("version",), ()], ids=lambda b: "-".join(b) or "none")
     def test_no_stale_prefix_is_hit(self, engine, first, second, prompts, fresh, monkeypatch, barriers):
         """Generate, sync, generate, and sync back: each barrier alone is enough, and without both the stale hit is seen."""
