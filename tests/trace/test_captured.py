@@ -1,7 +1,7 @@
 """Captured passes, as far as a CPU can show them: what is written where, and whose it is after a replay.
 
-No graph runs here: :func:`replay` puts into the sheets what the captured kernels would write. On a GPU tests/gpu/test_captured_step.py replays
-one.
+No graph runs here: :func:`replay` puts into the sheets what the captured kernels would write. On a GPU
+tests/gpu/test_captured_step.py replays one.
 """
 
 import pytest
