@@ -8,28 +8,46 @@ from bitwise import same
 from variants import sample
 
 from isoexec.contract import ContractError
+from isoexec.ops import moe
 from isoexec.ops._core import registry
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 
-@pytest.fixture(scope="module")
-def opened(made, open_engine):
-    """``with opened(**shape) as engine``."""
-    folder, contract = made(ARCHITECTURE)
-    return lambda **shape: open_engine(folder, **({"contract": contract} | shape))
+def tied_checkpoint(folder, out):
+    """The checkpoint with three experts, three and two whose rows of every router are equal."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith("mlp.gate.weight"):
+            tensors[name] = tensors[name][[0, 0, 0, 3, 3, 3, 6, 6]].clone()
+    save_file(tensors, out / "tied.safetensors")
+    return out / "tied.safetensors"
 
 
-@pytest.fixture(scope="module")
-def together(opened, prompts):
-    with opened() as engine:
-        return sample(engine, prompts)
+def recorded_routes(monkeypatch):
+    """List that gets (logits, experts) of every call of the router."""
+    route, seen = moe.route, []
+
+    def record(logits, **options):
+        weights, experts = route(logits, **options)
+        seen.append((logits.clone(), experts.clone()))
+        return weights, experts
+
+    monkeypatch.setattr(moe, "route", record)
+    return seen
 
 
-@pytest.fixture(scope="class")
-def engine(opened):
-    with opened() as engine:
-        yield engine
+def highest_first(monkeypatch):
+    """Of equal logits the highest expert first: the router of the experts in reverse order. A row sum of 8 pairs the same terms."""
+    route = moe.route
+
+    def reverse(logits, **options):
+        weights, experts = route(logits.flip(-1), **options)
+        return weights, logits.shape[-1] - 1 - experts
+
+    monkeypatch.setattr(moe, "route", reverse)
 
 
 class TestOneEngine:
@@ -46,6 +64,30 @@ class TestOneEngine:
 
     def test_negative_control_and_reload(self, engine, made, tmp_path, prompts, together):
         variants.assert_reload(engine, made(ARCHITECTURE)[0], tmp_path, prompts, together, "layers.3.mlp.gate.weight")
+
+    def test_tied_experts(self, engine, made, tmp_path, prompts, together, monkeypatch):
+        """Experts 0 to 2, 3 to 5 and 6 and 7 have equal logits, so every choice of four cuts through a tie: the lowest of them are taken,
+        in prefill and decode, alone and batched. The same router with the highest taken gives other bits, and the same ones without ties.
+        """
+        highest_first(monkeypatch)
+        assert all(same(sample(engine, prompts), together)), "without a tie the rule for ties moves no bit"
+        monkeypatch.undo()
+        engine.load_weights(tied_checkpoint(made(ARCHITECTURE)[0], tmp_path))
+        routed = recorded_routes(monkeypatch)
+        tied = sample(engine, prompts)
+        assert len(routed) >= 4 * variants.TOKENS
+        for logits, experts in routed:
+            assert (logits[:, [0, 0, 3, 3, 6]] == logits[:, [1, 2, 4, 5, 7]]).all()
+            expected = [sorted(range(8), key=lambda e: (-row[e], e))[:4] for row in logits.tolist()]
+            assert experts.tolist() == expected
+        monkeypatch.undo()
+        variants.assert_alone_and_permuted(engine, prompts, tied)
+        variants.assert_prefill_rescores(engine, prompts, tied)
+        highest_first(monkeypatch)
+        assert not any(same(sample(engine, prompts), tied))
+        monkeypatch.undo()
+        engine.load_weights(made(ARCHITECTURE)[0])
+        assert all(same(sample(engine, prompts), together))
 
     def test_experts_are_as_loaded(self, engine, made):
         """What a weight sync writes to is what the ops read: no packing, no padding."""
