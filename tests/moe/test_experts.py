@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from isoexec.ops import activation, matmul, moe
-from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops._core.bits import bit_equal, nudge
 from isoexec.ops.moe.grouped import grouped_product
+from tests.ops.op_checks import same_bits
 
 E, D, F = 8, 48, 80
 
@@ -36,7 +37,7 @@ def pair_by_pair(x, experts, gate_up, down):
 def test_a_pair_has_the_bits_of_the_dense_ops_alone(weights, k):
     x, experts = case(T=70, k=k)
     values = moe.expert_mlp(x, experts, *weights)
-    assert_bit_equal(values, pair_by_pair(x, experts, *weights))
+    same_bits(values, pair_by_pair(x, experts, *weights))
     assert not bit_equal(moe.expert_mlp(x, experts, nudge(weights[0], D * 2 * F * int(experts[0, 0])), weights[1]), values)
 
 
@@ -45,7 +46,7 @@ def test_all_tokens_to_one_expert(weights, T):
     x, _ = case(T)
     values = moe.expert_mlp(x, torch.full((T, 1), 5), *weights)
     dense = matmul.linear(activation.silu_mul(matmul.linear(x, weights[0][5])), weights[1][5])
-    assert_bit_equal(values[:, 0], dense)
+    same_bits(values[:, 0], dense)
 
 
 def test_an_expert_without_tokens_moves_nothing(weights):
@@ -54,16 +55,16 @@ def test_an_expert_without_tokens_moves_nothing(weights):
     poisoned = [w.clone() for w in weights]
     for w in poisoned:
         w[3] = float("nan")
-    assert_bit_equal(moe.expert_mlp(x, experts, *poisoned), moe.expert_mlp(x, experts, *weights))
+    same_bits(moe.expert_mlp(x, experts, *poisoned), moe.expert_mlp(x, experts, *weights))
 
 
 def test_a_row_does_not_depend_on_its_batch(weights):
     x, experts = case(T=257)
     whole = moe.expert_mlp(x, experts, *weights)
     for n in (1, 2, 3, 8, 17, 64):
-        assert_bit_equal(moe.expert_mlp(x[:n], experts[:n], *weights), whole[:n])
+        same_bits(moe.expert_mlp(x[:n], experts[:n], *weights), whole[:n])
     order = torch.randperm(257, generator=torch.Generator().manual_seed(2))
-    assert_bit_equal(moe.expert_mlp(x[order], experts[order], *weights), whole[order])
+    same_bits(moe.expert_mlp(x[order], experts[order], *weights), whole[order])
 
 
 def test_nan_rows_stay_alone(weights):
@@ -71,7 +72,7 @@ def test_nan_rows_stay_alone(weights):
     clean = moe.expert_mlp(x[:65], experts[:65], *weights)
     x[65] = float("nan")
     values = moe.expert_mlp(x, experts, *weights)
-    assert_bit_equal(values[:65], clean)
+    same_bits(values[:65], clean)
     assert values[65].isnan().all()
 
 
@@ -80,11 +81,11 @@ def test_stacked_and_separate_weights_agree(weights):
     stacked = [w.clone().requires_grad_() for w in weights]
     apart = [[w.clone().requires_grad_() for w in each] for each in weights]
     a, b = moe.expert_mlp(x, experts, *stacked), moe.expert_mlp(x, experts, *apart)
-    assert_bit_equal(a.detach(), b.detach())
+    same_bits(a.detach(), b.detach())
     a.float().sum().backward()
     b.float().sum().backward()
     for one, many in zip(stacked, apart):
-        assert_bit_equal(one.grad, torch.stack([w.grad for w in many]))
+        same_bits(one.grad, torch.stack([w.grad for w in many]))
 
 
 def test_no_token(weights):
@@ -105,7 +106,7 @@ def test_gradients_are_near_those_of_fp64_and_repeat(weights):
         moe.expert_mlp(leaves[0], experts, *leaves[1:]).backward(out)
         runs.append([t.grad for t in leaves])
     for a, b in zip(*runs):
-        assert_bit_equal(a, b)
+        same_bits(a, b)
     wide = [t.double().requires_grad_() for t in (x, *weights)]
     gate, up = torch.einsum("td,tkfd->tkf", wide[0], wide[1][experts]).chunk(2, -1)
     h = torch.nn.functional.silu(gate) * up
@@ -126,8 +127,8 @@ def test_batched_and_single_products_have_the_same_bits():
     more = torch.cat([w, torch.zeros(8, 200, 1040).bfloat16(), torch.ones(16, 200, 1040).bfloat16()])
     many = grouped_product(torch.cat([rows, rows[:24]]), [*counts, *[1] * 24], more)
     assert 32 * 200 * 1040 > 1 << 22
-    assert_bit_equal(many[: len(rows)], few)
-    assert_bit_equal(grouped_product(rows, counts, list(w)), few)
+    same_bits(many[: len(rows)], few)
+    same_bits(grouped_product(rows, counts, list(w)), few)
     assert not bit_equal(grouped_product(rows, counts, nudge(w, int(w[2].abs().argmax()) + 2 * 200 * 1040)), few)
 
 
@@ -135,5 +136,5 @@ def test_a_token_that_chose_nothing_held_gets_plus_zero(weights):
     x, experts = case()
     values = moe.expert_mlp(x, experts, weights[0][:4], weights[1][:4])  # experts 4..7 are elsewhere
     held = experts < 4
-    assert_bit_equal(values[held], moe.expert_mlp(x, experts, *weights)[held])
-    assert_bit_equal(values[~held], torch.zeros_like(values[~held]))
+    same_bits(values[held], moe.expert_mlp(x, experts, *weights)[held])
+    same_bits(values[~held], torch.zeros_like(values[~held]))

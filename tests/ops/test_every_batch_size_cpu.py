@@ -1,15 +1,19 @@
-"""Every op over M rows from buffers at any alignment has the bits of the op over all rows, M in 1 .. 257, on one thread and on two (there
-the dearest ops at the edges of tiles and vectors); a row of NaN stays in its row, and no rows give no rows.
+"""Every op over M rows from buffers at any alignment has the bits of the op over all rows, M in 1 .. 257, on one thread and on two (a few
+dear ones at the edges of tiles and chunks); a row of NaN stays in its row, and no rows give no rows.
 
 Values are fp32 that bf16 holds, so results are seen before their rounding.
 """
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from isoexec.ops import activation, attention, embedding, gdn, logprob, matmul, moe, norm, rope
+from isoexec.ops._core import registry
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
 from isoexec.ops.moe.reference import weighted_total
+from isoexec.runtimes import evidence
 from op_checks import bf16_values, same_bits
 
 ROWS, EPS = 257, 1e-6
@@ -80,6 +84,11 @@ def silu_mul():
     return activation.silu_mul, bf16_values(ROWS, 70)
 
 
+def rope_table():
+    """Positions as numbers that bf16 holds one apart."""
+    return lambda x: torch.cat(rope.rope_table(x.long(), 16, 1e6), 1), torch.randint(128, 256, (ROWS,)).float()
+
+
 def apply_rope():
     table = rope.rope_table(torch.arange(ROWS), 16, 1e6)
     return lambda x: rope.apply_rope(x, *(t[: len(x)] for t in table)), bf16_values(ROWS, 3, 24)
@@ -142,23 +151,55 @@ def l2norm():
     return gdn.l2norm, bf16_values(ROWS, 2, 24)
 
 
-def gdn_decode():
+def conv1d_step():
+    """A token of each of M sequences."""
+    w, window = bf16_values(48, 4), bf16_values(ROWS, 3, 48)
+    return lambda x: gdn.conv1d_step(x, w, window[: len(x)].clone(), torch.arange(len(x)).int()), bf16_values(ROWS, 48)
+
+
+def heads(x):
+    """q, k and v of one head of 16 channels, side by side in the rows of x."""
+    q, k = (gdn.l2norm(t[:, None].bfloat16()) for t in (x[:, :16], x[:, 16:32]))
+    return q, k, x[:, None, 32:].bfloat16()
+
+
+def gdn_trainer(form="cpr_wy"):
+    """The first M tokens of one sequence, before the rounding."""
+    g, beta = -torch.rand(ROWS, 1), torch.rand(ROWS, 1)
+
+    def core(x):
+        n = len(x)
+        return getattr(gdn, form)(*heads(x), g[:n], beta[:n], gdn.Plan([n], 16), out_dtype=torch.float32)
+
+    return core, bf16_values(ROWS, 48)
+
+
+def gdn_trainer_cpr():
+    return gdn_trainer("cpr")
+
+
+def gdn_decode(form="cpr_wy"):
     """A step of M sequences that have four tokens of an open chunk, before the rounding."""
-    pool = gdn.StatePool.empty(ROWS, 1, 1, 16, 16, 16)
+    pool = gdn.POOLS[form].empty(ROWS, 1, 1, 16, 16, 16)
     pool.high[:], pool.low[:] = gdn.split_planes(torch.randn(ROWS, 1, 16, 16))
     pool.k[:], pool.rhs[:] = gdn.l2norm(bf16_values(ROWS, 1, 16, 16)), bf16_values(ROWS, 1, 16, 16)
     pool.gates[:] = torch.rand(ROWS, 1, 2, 16)
     pool.gates[:, :, 0] = -pool.gates[:, :, 0].cumsum(-1)
+    if form == "cpr":
+        pool.now[:] = torch.randn(ROWS, 1, 16, 16)
     g, beta = -torch.rand(ROWS, 1), torch.rand(ROWS, 1)
 
     def step(x):
-        n, own = len(x), gdn.StatePool(*(t[: len(x)].clone() for t in pool.tensors()))
-        q, k = (gdn.l2norm(t[:, None].bfloat16()) for t in (x[:, :16], x[:, 16:32]))
-        v = x[:, 32:, None].mT.bfloat16()
+        n, own = len(x), type(pool)(*(t[: len(x)].clone() for t in pool.tensors()))
         at = torch.arange(n).int()
-        return gdn.cpr_wy_decode(q, k, v, g[:n], beta[:n], own, at, torch.full_like(at, 20), out_dtype=torch.float32)
+        core = getattr(gdn, f"{form}_decode")
+        return core(*heads(x), g[:n], beta[:n], own, at, torch.full_like(at, 20), out_dtype=torch.float32)
 
     return step, bf16_values(ROWS, 48)
+
+
+def gdn_decode_cpr():
+    return gdn_decode("cpr")
 
 
 def scaled_log_softmax():
@@ -176,12 +217,34 @@ def token_logprob():
 
 OPS = (
     linear, row_parallel_linear, lm_head, residual_add, rms_norm, add_rms_norm, zero_centered_rms_norm, add_zero_centered_rms_norm,
-    gated_rms_norm, token_embedding, silu_mul, sigmoid_gate, apply_rope, varlen_attention, paged_attention, router_logits, route, expert_mlp,
-    combine, conv1d, gating, l2norm, gdn_decode, scaled_log_softmax, token_logprob,
+    gated_rms_norm, token_embedding, silu_mul, sigmoid_gate, rope_table, apply_rope, varlen_attention, paged_attention, router_logits,
+    route, expert_mlp, combine, conv1d, conv1d_step, gating, l2norm, gdn_trainer, gdn_trainer_cpr, gdn_decode, gdn_decode_cpr,
+    scaled_log_softmax, token_logprob,
 )  # fmt: skip
 #: Rows that are tokens of one sequence, or ids; and rows that are refused when they hold NaN.
-NOT_APART, REFUSING = (varlen_attention, conv1d, token_embedding), (gdn_decode,)
-DEAR, EDGES = (varlen_attention, paged_attention, gdn_decode), (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+NOT_APART, REFUSING = (varlen_attention, conv1d, token_embedding, rope_table), (gdn_trainer, gdn_trainer_cpr, gdn_decode, gdn_decode_cpr)
+#: Ops without rows of a batch, or whose rows are these ops' under another name: where they are tested.
+ELSEWHERE = {
+    "attention.write_cache": "ops/test_hostile_values_cpu.py",  # moves bits
+    "collective.column_parallel_input": "ops/tensor_parallel_ranks.py",
+    "collective.rows_of_owners": "ops/tensor_parallel_ranks.py",
+    "gdn.cpr_prefill": "gdn/test_forms_cpu.py",
+    "gdn.cpr_wy_prefill": "gdn/test_forms_cpu.py",
+    "gdn.cpr_wy_step": "gdn/test_step_cpu.py",
+    "gdn.mixer_inputs": "gdn/test_edges_cpu.py",
+    "gdn.mixer_step": "gdn/test_step_cpu.py",
+    "gdn.mixer_step_inputs": "gdn/test_edges_cpu.py",
+    "moe.combine": "moe/test_combine.py",  # the case here is its sum before the rounding
+    "moe.dispatch": "moe/test_expert_parallel.py",
+    "moe.load_balancing_loss": "moe/test_balance.py",
+    "moe.tokens_per_expert": "moe/test_balance.py",
+    "moe.update_expert_bias": "moe/test_balance.py",
+    "sampling.draw": "ops/test_sampling_cpu.py",
+    "sampling.first_maximum": "ops/test_sampling_cpu.py",
+    "sampling.split_greedy": "ops/test_sampling_cpu.py",
+}
+#: A tenth of a second a call: at the edges of tiles and chunks. Their neighbours among the cases share their arithmetic.
+DEAR, EDGES = (conv1d_step, gdn_trainer, gdn_trainer_cpr, gdn_decode_cpr), (1, 2, 3, 15, 16, 17, 33, 64, 65, 129, 257)
 
 
 @pytest.mark.parametrize("threads", (1, 2))
@@ -191,7 +254,7 @@ def test_every_number_of_rows(case, threads):
     whole = op(x)
     torch.set_num_threads(threads)
     try:
-        for rows in EDGES if threads == 2 and case in DEAR else range(1, ROWS + 1):
+        for rows in EDGES if case in DEAR or (case, threads) == (gdn_decode, 2) else range(1, ROWS + 1):
             assert_bit_equal(op(at_offset(x[:rows], rows % 17)), whole[:rows], f"{case.__name__}, {rows} rows, {threads} threads")
     finally:
         torch.set_num_threads(1)
@@ -224,6 +287,24 @@ def test_no_rows(case):
     op, x = case()
     whole, none = op(x[:1]), op(x[:0])
     assert none.shape == (0, *whole.shape[1:]) and none.dtype == whole.dtype
+
+
+def test_no_op_is_left_out():
+    """An op that is declared is a case here, or says where its rows are tested."""
+
+    class Seen(set):
+        def before(self, declaration, args, kwargs):
+            self.add(declaration.name)
+
+        def after(self, seen, result):
+            pass
+
+    with registry.observing(Seen()) as called:
+        for case in OPS:
+            op, x = case()
+            op(x[:1])
+    assert called | ELSEWHERE.keys() == evidence.declarations().keys()
+    assert all((Path(__file__).parents[1] / file).is_file() for file in ELSEWHERE.values())
 
 
 def test_subnormals_and_signed_zeros_pass_activations_and_rotations():
