@@ -89,14 +89,12 @@ class TestOneEngine:
         assert block % 16 == 0
 
 
-#: The same language model with a vision tower beside it.
-OTHER_FORM = {"Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration"}
+#: The same language model in another form: with a vision tower beside it, or without.
+OTHER_FORM = {"Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM"}
 
 
 def test_both_forms_of_a_checkpoint_are_one_model(architecture, form, made, open_engine, tmp_path, prompts, together):
     """A checkpoint of the other form, with the same weights: loaded, synced and sampled in the same bits."""
-    if architecture not in OTHER_FORM:
-        pytest.skip("tests/trace compares both runtimes on the text-only form of this one")
     theirs, contract = made(OTHER_FORM[architecture], gdn_form=form)
     shutil.copytree(theirs, tmp_path / "same")
     save_file(in_form_of(theirs, made(architecture)[0]), tmp_path / "same" / "model.safetensors", metadata={"format": "pt"})
