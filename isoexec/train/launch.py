@@ -62,10 +62,11 @@ def _report(out: Path, arm: str) -> int:
 
 def _run(config) -> int:
     from isoexec.runtimes.skyrl.config import ConfigError
+    from isoexec.runtimes.skyrl.generator import RewardError
     from isoexec.runtimes.skyrl.mismatch import RolloutMismatch
     from isoexec.runtimes.skyrl.run import RunStopped
     from isoexec.runtimes.skyrl.run import train as run
-    from isoexec.runtimes.skyrl.trainer import NothingToLearn, RewardError
+    from isoexec.runtimes.skyrl.trainer import NothingToLearn
 
     try:
         run(config)

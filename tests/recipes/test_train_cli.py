@@ -32,10 +32,20 @@ def test_the_recipe_may_be_left_out(capsys):
         (["tiny", "trainer.nothing=1"], "trainer.nothing"),
         (["--compare", "isoexec.arm=native"], "a comparison runs both arms"),
         (["tiny", "recipe.task.train=0"], "recipe.task.train"),
+        (
+            ["tiny", "recipe.task=null", "data.train_data=[rows.jsonl]", "data.val_data=[rows.jsonl]"],
+            "row 0: no column 'generator' or 'generator_config' or 'entry'",
+        ),
+        (["tiny", "trainer.max_prompt_length=600"], "the model's context holds 512 tokens"),
+        (["tiny", "trainer.max_prompt_length=12"], "prompts have more than trainer.max_prompt_length = 12 tokens"),
+        (["tiny", "generator.sampling_params.temperature=0"], "generator.sampling_params.temperature: expected more than 0, found 0"),
+        (["tiny", "trainer.algorithm.temperature=0.5"], "trainer.algorithm.temperature: expected that of generator.sampling_params, 1.0"),
+        (["tiny", "trainer.fully_async.enabled=true"], "trainer.fully_async.enabled: expected False, found True"),
     ],
 )
 def test_bad_input_is_one_line(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "1 + 1 ="}]}\n')
     status, out, err = run(capsys, *words)
     lines = [line for line in err.splitlines() if line.startswith("isoexec: ")]
     assert status == 2 and out == "" and len(lines) == 1 and message in lines[0] and "Traceback" not in err

@@ -11,14 +11,16 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-CONTEXT, RESPONSE = 32, 8
+#: Prompts that every step samples again, each longer than a block of the prefix cache.
+PROMPTS, CONTEXT, RESPONSE = 4, 128, 8
 
 
 def small_config(model: Path, out: Path, overrides: list[str] = ()) -> dict:
-    """Configuration of a run of 3 steps: 4 prompts of 4 samples, in two minibatches."""
+    """Configuration of a run of 3 steps: 4 samples of each prompt, in two minibatches, at another temperature than 1."""
     out.mkdir(parents=True, exist_ok=True)
     data = out / "prompts.jsonl"
-    rows = [{"prompt": [{"role": "user", "content": f"say {n}"}], "env_class": "parity", "number": n} for n in range(16)]
+    said = ["say " + ", ".join([str(n)] * 24) for n in range(PROMPTS)]
+    rows = [{"prompt": [{"role": "user", "content": text}], "env_class": "parity"} for text in said]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = OmegaConf.create(
         {
@@ -35,7 +37,7 @@ def small_config(model: Path, out: Path, overrides: list[str] = ()) -> dict:
                     "dynamic_sampling": {"type": "filter"},
                     "overlong_buffer_len": 4,
                 },
-                "train_batch_size": 4,
+                "train_batch_size": PROMPTS,
                 "policy_mini_batch_size": 2,
                 "micro_train_batch_size_per_gpu": 4,
                 "micro_forward_batch_size_per_gpu": 8,

@@ -51,6 +51,8 @@ def test_a_configuration_is_fitted_to_the_machine(config, tmp_path):
         ("generator.inference_engine.enforce_eager=false", "enforce_eager"),
         ("trainer.remove_microbatch_padding=false", "remove_microbatch_padding"),
         ("generator.batched=true", "generator.batched"),
+        ("generator.chat_template.name_or_path=qwen3_without_thinking", "chat_template.*tokenises responses anew"),
+        ("trainer.fully_async.enabled=true", "trainer.fully_async.enabled: expected False, found True"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(config, override, message):
@@ -86,7 +88,7 @@ def experiment(tmp_path_factory, tmp_path, monkeypatch):
 
 
 def test_data_and_environment_are_looked_at_before_anything_starts(experiment):
-    assert len(experiment().train_dataset) == 16
+    assert len(experiment().train_dataset) == 4
     for override, message in (
         ("isoexec.environments={parity: 'no_such_module:Env'}", "isoexec.environments.parity.*no_such_module"),
         ("isoexec.environments={parity: 'parity_env:Other'}", "isoexec.environments.parity.*Other"),

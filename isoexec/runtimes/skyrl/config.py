@@ -130,6 +130,7 @@ def _check(config: TrainConfig) -> None:
     _one_of("trainer.strategy", trainer.strategy, ("megatron",))
     _one_of("trainer.fully_async.enabled", trainer.fully_async.enabled, (False,))
     _one_of("generator.batched", generator.batched, (False,), "each sample has a seed of its own")
+    _one_of("generator.chat_template.name_or_path", generator.chat_template.name_or_path, (None,), "it tokenises responses anew")
     _one_of("trainer.policy.model.lora.rank", trainer.policy.model.lora.rank, (0,))
     _one_of("trainer.mtp.enabled", trainer.mtp.enabled, (False,))
     _one_of("trainer.policy.megatron_config.freeze_moe_router", trainer.policy.megatron_config.freeze_moe_router, (False,))

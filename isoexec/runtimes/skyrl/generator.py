@@ -6,6 +6,12 @@ import hashlib
 
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 
+from isoexec.contract import ContractError
+
+
+class RewardError(ValueError):
+    """An environment raised, or gave a reward that is no finite number."""
+
 
 def sampling_seed(*key) -> int:
     """Seed of a key such as (run, phase, step, prompt, sample): 62 bits of its hash."""
@@ -43,3 +49,25 @@ class SeededGenerator(SkyRLGymGenerator):
             seed = sampling_seed(sampling_params["seed"], trajectory_id.instance_id, trajectory_id.repetition_id)
             sampling_params = {**sampling_params, "seed": seed}
         return await super().agent_loop(*args, sampling_params=sampling_params, trajectory_id=trajectory_id, **kwargs)
+
+    async def _run_in_executor_if_available(self, func, *args, **kwargs):
+        """Where upstream calls an environment.
+
+        Raises:
+            RewardError: it raised; its class and method are named.
+            ContractError: it gives another text than was sampled, which upstream would tokenise anew.
+        """
+        try:
+            answer = await super()._run_in_executor_if_available(func, *args, **kwargs)
+        except ContractError:  # says all of it
+            raise
+        except Exception as error:
+            raise RewardError(
+                f"environment {func.__qualname__} raised {type(error).__name__}: {error}; nothing is trained on a reward that is not known"
+            ) from error
+        if isinstance(answer, dict) and answer.get("postprocessed_action") is not None:
+            raise ContractError(
+                f"environment {func.__qualname__}: postprocessed_action: expected none, found {answer['postprocessed_action'][:80]!r}: its "
+                "tokens would not be those that were sampled; judge the response as it is"
+            )
+        return answer

@@ -25,16 +25,12 @@ from isoexec.runtimes.skyrl import mismatch
 from isoexec.runtimes.skyrl.client import EngineCallFailed
 from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig
 from isoexec.runtimes.skyrl.dapo import overlong_penalty
-from isoexec.runtimes.skyrl.generator import sample_seed
+from isoexec.runtimes.skyrl.generator import RewardError, sample_seed
 from isoexec.runtimes.skyrl.steps import StepLog
 from isoexec.runtimes.skyrl.stream import PromptStream
 
 #: Score from which a sample has passed.
 PASS = 1.0
-
-
-class RewardError(ValueError):
-    """The environment gave a reward that is no finite number."""
 
 
 class NothingToLearn(RuntimeError):
