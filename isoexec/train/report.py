@@ -26,7 +26,8 @@ class Summary:
         reward, pass_rate: of the first and of the last step.
         mismatch_mean: mean over the steps of their mean difference; ``mismatch_max``: largest of any token.
         bit_equal: smallest share of tokens with equal bits of any step.
-        ratio_deviation: largest |ratio - 1| on the first minibatch of a step.
+        ratio_deviation: largest |ratio - 1| on the first minibatch of a step, of the importance ratio; ``rollout_ratio_deviation``: of the
+            ratio to the probabilities that the engine sampled with.
         clip_fraction: largest share of clipped tokens on the first minibatch of a step.
     """
 
@@ -39,6 +40,7 @@ class Summary:
     mismatch_max: float | None
     bit_equal: float | None
     ratio_deviation: float | None
+    rollout_ratio_deviation: float | None
     clip_fraction: float | None
     seconds_generate: float | None
     seconds_train: float | None
@@ -90,7 +92,8 @@ def summary(steps: list[dict], arm: str) -> Summary:
         mismatch_mean=_mean(_column(trained, entry(f"{MISMATCH}_mean"))),
         mismatch_max=_worst(_column(trained, entry(f"{MISMATCH}_max"))),
         bit_equal=_worst(_column(trained, entry("bit_equal")), min),
-        ratio_deviation=_worst([abs(r - 1) for end in ("min", "max") for r in _column(trained, entry(f"first_minibatch_ratio_{end}"))]),
+        ratio_deviation=_deviation(trained, "ratio"),
+        rollout_ratio_deviation=_deviation(trained, "rollout_ratio"),
         clip_fraction=_worst(_column(trained, entry("first_minibatch_clip_fraction"))),
         seconds_generate=_median(_column(trained, seconds("generate"))),
         seconds_train=_median(_column(trained, seconds("score", "train"))),
@@ -213,6 +216,7 @@ _ROWS = (
     ("largest difference, nats", lambda s: number(s.mismatch_max)),
     ("tokens with equal bits, least of any step", lambda s: share(s.bit_equal)),
     ("importance ratio, first minibatch, largest distance from 1", lambda s: number(s.ratio_deviation)),
+    ("the same, to the engine's probabilities", lambda s: number(s.rollout_ratio_deviation)),
     ("clip fraction, first minibatch, largest", lambda s: number(s.clip_fraction)),
     ("generation, s a step", lambda s: number(s.seconds_generate)),
     ("training, s a step", lambda s: number(s.seconds_train)),
@@ -238,6 +242,11 @@ def _column(steps: list[dict], read) -> list[float]:
 
 def _ends(values: list[float]) -> tuple[float | None, float | None]:
     return (values[0], values[-1]) if values else (None, None)
+
+
+def _deviation(steps: list[dict], ratio: str) -> float | None:
+    """Largest distance from 1 of the extremes of a ratio on the first minibatch."""
+    return _worst([abs(r - 1) for end in ("min", "max") for r in _column(steps, entry(f"first_minibatch_{ratio}_{end}"))])
 
 
 def _worst(values: list[float], choose=max) -> float | None:

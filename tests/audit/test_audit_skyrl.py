@@ -27,7 +27,8 @@ def wrapper(audited_model, contract_chosen, tmp_path_factory):
 
     from isoexec.runtimes.megatron.trainer import PolicyTrainer
     from isoexec.runtimes.skyrl.config import resolve
-    from isoexec.runtimes.skyrl.wrapper import ContractWrapper, with_ratio
+    from isoexec.runtimes.skyrl.ratio import with_ratio
+    from isoexec.runtimes.skyrl.wrapper import ContractWrapper
     from isoexec.verify.engine_worker import choose_contract
     from tests.skyrl.small_run import small_config
 

@@ -19,6 +19,7 @@ def steps(mismatch=0.0, count=3):
             dict(
                 step=i, reward=0.3 + i / 10, pass_rate=0.3 + i / 10, bit_equal=1.0 if mismatch == 0 else 0.25,
                 first_minibatch_ratio_min=1 - mismatch,
+                first_minibatch_rollout_ratio_min=1.0, first_minibatch_rollout_ratio_max=1 + 2 * mismatch,
                 first_minibatch_ratio_max=1.0, first_minibatch_clip_fraction=0.0, loss=0.1, grad_norm=1.0,
                 seconds=dict(generate=2.0, train=1.0 * i, score=0.5, step=4.0),
                 **{f"{report.MISMATCH}_{kind}": mismatch for kind in ("mean", "max", "std")},
@@ -36,11 +37,14 @@ def write(path, rows):
 def test_summary_says_what_happened(tmp_path):
     found = report.summary(report.read(write(tmp_path / "steps.jsonl", steps())), "isoexec")
     assert found.steps == 3 and found.held_out == (0.4, 0.65) and found.pass_rate == pytest.approx((0.4, 0.6))
-    assert found.mismatch_max == 0 and found.bit_equal == 1 and found.ratio_deviation == 0 and found.seconds_train == 2.5
+    assert found.mismatch_max == 0 and found.bit_equal == 1
+    assert found.ratio_deviation == found.rollout_ratio_deviation == 0 and found.seconds_train == 2.5
     table = report.text([report.summary(steps(1e-9), "native"), found])
     assert "40.00 % -> 65.00 % (+25.0 points)" in table
     row = next(line for line in table.splitlines() if "largest difference" in line)
     assert row.split("|")[2].strip() == "1e-09" and row.split("|")[3].strip() == "0"
+    row = next(line for line in table.splitlines() if "engine's probabilities" in line)
+    assert row.split("|")[2].strip() == "2e-09" and row.split("|")[3].strip() == "0"
     assert len({len(line) for line in table.splitlines()}) == 1
 
 

@@ -21,6 +21,8 @@ _FIELDS = {
     "bit_equal": "policy/rollout_train_bit_equal",
     "first_minibatch_ratio_min": "policy/first_minibatch/ratio_min",
     "first_minibatch_ratio_max": "policy/first_minibatch/ratio_max",
+    "first_minibatch_rollout_ratio_min": "policy/first_minibatch/rollout_ratio_min",
+    "first_minibatch_rollout_ratio_max": "policy/first_minibatch/rollout_ratio_max",
     "first_minibatch_clip_fraction": "policy/first_minibatch/clip_ratio",
     "loss": "policy/final_loss",
     "grad_norm": "policy/grad_norm",

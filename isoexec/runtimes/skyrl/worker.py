@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -26,7 +25,8 @@ from isoexec.runtimes.megatron import model as models
 from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
 from isoexec.runtimes.skyrl import checkpoint, weights
 from isoexec.runtimes.skyrl.config import uses_gpus
-from isoexec.runtimes.skyrl.wrapper import ContractWrapper, with_ratio
+from isoexec.runtimes.skyrl.ratio import with_ratio
+from isoexec.runtimes.skyrl.wrapper import ContractWrapper
 
 #: ``transformer_config_kwargs`` that say how, not what, the model computes. Others would make another model, or are not read here.
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers")
@@ -40,7 +40,6 @@ class PolicyWorker(MegatronPolicyWorkerBase):
         super().__init__(**kwargs)
         self.contract = active_contract()
         self._updates = 0  # since the batch was scored
-        self._store: tempfile.TemporaryDirectory | None = None
 
     # --- start ------------------------------------------------------------------------------------------------------------------
 
@@ -61,15 +60,12 @@ class PolicyWorker(MegatronPolicyWorkerBase):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens, even alone
         if self._world_size > 1:
             dist.init_process_group("gloo", timeout=timeout)
-            return
-        # A store over TCP would listen, on every interface.
-        self._store = tempfile.TemporaryDirectory(prefix="isoexec-")
-        store = dist.FileStore(os.path.join(self._store.name, "store"), 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+        else:  # a store over TCP would listen, on every interface
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
     def init_configs(self, model_path, megatron_config, model_config_kwargs, transformer_config_kwargs, **unused) -> None:
         """Read the checkpoint's configuration; everything that decides bits comes from it and from the contract."""
-        self.hf_config = AutoConfig.from_pretrained(model_path)
+        self.hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         self.folder = Path(model_path)
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         recomputation = self._recomputation(get_config_as_dict(transformer_config_kwargs))

@@ -1,4 +1,4 @@
-"""SkyRL's model wrapper with the logprobs that the engine samples with, and what the first update of a batch shows of them."""
+"""SkyRL's model wrapper with the logprobs that the engine samples with."""
 
 from __future__ import annotations
 
@@ -83,25 +83,3 @@ class ContractWrapper(MegatronModelWrapper):
                 return loss.clone(), found
 
         return measured
-
-
-def with_ratio(policy_loss):
-    """``policy_loss`` with the importance ratio's extremes among its metrics.
-
-    Both are 1.0 exactly when every ratio is. The ratio is taken in fp64 from the fp32 logprobs, so that equal bits alone give 1.
-    """
-
-    def measured(log_probs, old_log_probs, advantages, *, config, loss_mask=None, rollout_logprobs=None):
-        loss, metrics = policy_loss(
-            log_probs, old_log_probs, advantages, config=config, loss_mask=loss_mask, rollout_logprobs=rollout_logprobs
-        )
-        with torch.no_grad():
-            ratio = (log_probs.double() - old_log_probs.double()).exp()
-            ratio = ratio if loss_mask is None else ratio[loss_mask > 0]
-            metrics = metrics | {
-                "ratio_min": ratio.min().item() if ratio.numel() else 1.0,
-                "ratio_max": ratio.max().item() if ratio.numel() else 1.0,
-            }
-        return loss, metrics
-
-    return measured
