@@ -42,6 +42,8 @@ def test_groups_and_any_key_can_be_overridden(composed):
     assert config.trainer.policy.megatron_config.mtp_loss_weight == 0.5
     assert config.recipe.task.config.max_terms == 4
     assert composed("nodes", "recipe.nodes=4").generator.inference_engine.num_engines == 32
+    small = composed("nodes", "hardware=cpu-nodes", "recipe.nodes=3")
+    assert small.recipe.backend == "cpu" and small.generator.inference_engine.num_engines == 3 == small.trainer.placement.policy_num_nodes
 
 
 def test_what_is_derived_follows_an_override(composed):
@@ -66,7 +68,7 @@ def test_printing_shows_every_key_and_reads_back(composed):
         ("tinny", None, "recipe 'tinny' is unknown; there are gpu, node, nodes, tiny, tiny-dense"),
         ("base/isoexec", None, "is unknown"),
         ("tiny", "trainer.train_batchsize=1", "Could not override 'trainer.train_batchsize'"),
-        ("tiny", "hardware=mars", "Could not find 'hardware/mars'.*cpu gpu node nodes"),
+        ("tiny", "hardware=mars", "Could not find 'hardware/mars'.*cpu cpu-nodes gpu node nodes"),
         ("tiny", "trainer.algorithm", "recipe tiny: "),
         ("tiny", "a=[1", "recipe tiny: "),
         ("tiny", "isoexec.out=${nowhere}", "nowhere"),

@@ -28,7 +28,7 @@ _PORTS = {
 
 
 class LocalNode(Node):
-    """Ray's head node without what a run has no use for: dashboard, autoscaler, log monitor, idle workers.
+    """A node of Ray without what a run has no use for: dashboard, autoscaler, log monitor, idle workers.
 
     Ray 2.56 gives a node's agents 15 s to import what they need and to say on which ports they listen, and aborts if they do not:
     too little where other work keeps the cores. Here the ports are chosen first, and the raylet finds them written; it reaches an
@@ -39,9 +39,17 @@ class LocalNode(Node):
         processes: that Ray's ``GPU`` resource counts.
         cpus: that its ``CPU`` resource counts.
         object_store: bytes.
+        head: address of the cluster that it joins; ``None`` starts one.
     """
 
-    def __init__(self, address: str, processes: int, cpus: int, object_store: int):
+    def __init__(self, address: str, processes: int, cpus: int, object_store: int, head: str | None = None):
+        # What a cluster is told once; of its nodes the first says it.
+        system = {
+            "agent_register_timeout_ms": _AGENTS_TIMEOUT,
+            "enable_worker_prestart": False,
+            "prestart_worker_first_driver": False,
+            "worker_niceness": 0,  # actors do the work of a run; Ray would give way to everything else
+        }
         parameters = RayParams(
             node_ip_address=address,
             num_gpus=processes,
@@ -50,15 +58,11 @@ class LocalNode(Node):
             include_dashboard=False,
             include_log_monitor=False,
             no_monitor=True,
-            _system_config={
-                "agent_register_timeout_ms": _AGENTS_TIMEOUT,
-                "enable_worker_prestart": False,
-                "prestart_worker_first_driver": False,
-                "worker_niceness": 0,  # actors do the work of a run; Ray would give way to everything else
-            },
-            **dict(zip(_PORTS.values(), _free_ports(len(_PORTS)), strict=True)),
+            gcs_address=head,
+            _system_config=system if head is None else None,
+            **dict(zip(_PORTS.values(), _free_ports(len(_PORTS), skip=0 if head is None else _STRIDE // 2), strict=True)),
         )
-        super().__init__(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
+        super().__init__(parameters, head=head is None, shutdown_at_exit=True, spawn_reaper=True)
 
     def start_api_server(self, **unused) -> None:
         """None: Ray would start a reduced one even where no dashboard is asked for."""
@@ -73,12 +77,16 @@ class LocalNode(Node):
         self.kill_all_processes(check_alive=False, allow_graceful=True)  # else the agents live on for a minute
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on, outside the range from which the kernel gives others theirs while the agents still import."""
+def _free_ports(count: int, skip: int) -> list[int]:
+    """Ports that nothing listens on, outside the range from which the kernel gives others theirs while the agents still import.
+
+    Args:
+        skip: ports at which another node of this process may be about to listen.
+    """
     first, last = _AGENT_PORTS
     found = []
     for offset in range(last - first):
-        port = first + (_STRIDE * os.getpid() + offset) % (last - first)
+        port = first + (_STRIDE * os.getpid() + skip + offset) % (last - first)
         with socket.socket() as tried:
             try:
                 tried.bind(("", port))  # Ray's gRPC servers listen on every interface
