@@ -1,6 +1,11 @@
 """An environment whose reward a random policy meets about half the time."""
 
+import os
+
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+#: Set, the reward is what it says.
+REWARD = "ISOEXEC_TEST_REWARD"
 
 
 class ParityEnv(BaseTextEnv):
@@ -10,4 +15,5 @@ class ParityEnv(BaseTextEnv):
         super().__init__()
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        return BaseTextEnvStepOutput(observations=[], reward=float(sum(map(ord, action)) % 2 == 0), done=True, metadata={})
+        reward = float(os.environ.get(REWARD) or sum(map(ord, action)) % 2 == 0)
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})

@@ -1,7 +1,9 @@
-"""small_run.py in a process of its own, which a test may watch, kill and look after."""
+"""A run in a process of its own, which a test may watch, kill and look after."""
 
 from __future__ import annotations
 
+import hashlib
+import ipaddress
 import os
 import signal
 import subprocess
@@ -17,16 +19,22 @@ _LIMIT = 1500  # seconds, on a machine whose cores are taken; half a minute to t
 
 
 class Run:
-    """A started run of ``out``; every process of it carries ``out`` in its environment."""
+    """A started run of ``out``; every process of it carries ``out`` in its environment, and what is given as ``environment``."""
 
-    def __init__(self, model: Path, out: Path, *overrides: str):
+    def __init__(self, out: Path, command: list[str], **environment: str):
+        """
+        Args:
+            command: of Python, e.g. ``["small_run.py", MODEL, OUT]``.
+        """
         self.out = out
         self.log = out / "run.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", _MARK: str(out)}
+        self._began = self.log.stat().st_size if self.log.exists() else 0
+        ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", _MARK: str(out)}
+        ours["SPT_NOENV"] = "1"  # a process that renames itself would write its name over its environment
+        environment = {**os.environ, **ours, **environment}
         environment.pop("ISOEXEC_CONTRACT", None)
         with self.log.open("ab") as log:
-            command = [sys.executable, "small_run.py", str(model), str(out), *overrides]
-            self.driver = subprocess.Popen(command, cwd=HERE, env=environment, stdout=log, stderr=log)
+            self.driver = subprocess.Popen([sys.executable, *command], cwd=HERE, env=environment, stdout=log, stderr=log)
 
     def end(self) -> int:
         """Its exit status; what it leaves behind is killed and said."""
@@ -55,6 +63,19 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         """Until ``step`` is done and the next has begun."""
         self.wait_for(f"step {step}", lambda: any(line["step"] >= step for line in read_steps(self.out / "steps.jsonl")))
+
+    def said(self) -> str:
+        """What its driver printed."""
+        return self.log.read_bytes()[self._began :].decode(errors="replace")
+
+    def wait_for_phase(self, phase: str) -> None:
+        """Until a step of this process is in ``phase`` (a timer of SkyRL's), and one is done, be it by the process before it."""
+
+        def within() -> bool:
+            _, begun, step = self.said().rpartition("Started: 'step'")
+            return bool(begun) and f"Started: '{phase}'" in step and bool(read_steps(self.out / "steps.jsonl"))
+
+        self.wait_for(phase, within)
 
     def processes(self) -> dict[int, str]:
         """Process id -> command line of what lives of it."""
@@ -87,6 +108,42 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+
+def listens(pid: int) -> list:
+    """Addresses on which a process listens for TCP."""
+    known, found = _listening(), []
+    try:
+        entries = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # it has ended
+        return found
+    for entry in entries:
+        try:
+            link = os.readlink(entry)
+        except OSError:
+            continue
+        if link.startswith("socket:["):
+            found += [known[link[8:-1]]] if link[8:-1] in known else []
+    return found
+
+
+def _listening() -> dict[str, ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Inode -> address of every TCP socket of the machine that listens."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                words = bytes.fromhex(fields[1].partition(":")[0])
+                address = ipaddress.ip_address(b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4)))
+                found[fields[9]] = getattr(address, "ipv4_mapped", None) or address
+    return found
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Relative path -> hash of every file below ``folder``."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def numbers(out: Path) -> list[dict]:

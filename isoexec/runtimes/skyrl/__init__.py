@@ -2,6 +2,7 @@
 
 ``run``: :func:`~isoexec.runtimes.skyrl.run.train`. ``config``: SkyRL's configuration with a section of ours, checked before anything
 starts. ``cluster``: Ray. ``experiment``, ``trainer``, ``generator``, ``stream``, ``dapo``: the driver's side, subclasses of SkyRL's.
-``actors``: Ray actors that import a framework only where they run; behind them ``server`` and ``extension`` (vLLM) and ``worker``,
-``wrapper``, ``weights``, ``checkpoint`` (Megatron). ``client``: talks to the engines. ``mismatch``: the comparison of each step.
+``registries``: where SkyRL's functions pass between processes. ``actors``: Ray actors that import a framework only where they run; behind
+them ``server``, ``executor`` and ``extension`` (vLLM) and ``worker``, ``wrapper``, ``ratio``, ``weights``, ``checkpoint`` (Megatron).
+``client``: talks to the engines. ``mismatch``: the comparison of each step.
 """

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 
 from isoexec.contract import ContractError
-from isoexec.runtimes.skyrl.config import uses_gpus
 
 
 class EngineCallFailed(RuntimeError):
@@ -54,10 +53,3 @@ class InferenceClient(RemoteInferenceClient):
     async def finish_session(self, session_id: str) -> None:
         if self.routed:
             await super().finish_session(session_id)
-
-    async def sleep(self, *args, **kwargs):
-        """Free the engines' GPU memory; without GPUs there is none to free."""
-        return await super().sleep(*args, **kwargs) if uses_gpus() else {}
-
-    async def wake_up(self, *args, **kwargs):
-        return await super().wake_up(*args, **kwargs) if uses_gpus() else {}

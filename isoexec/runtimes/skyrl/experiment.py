@@ -16,7 +16,7 @@ from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.utils.tok import get_tokenizer
 from skyrl_gym.envs.registration import registry
 
-from isoexec.runtimes.skyrl import cluster
+from isoexec.runtimes.skyrl import cluster, registries
 from isoexec.runtimes.skyrl.actors import EngineActor, PolicyActor, engine_request
 from isoexec.runtimes.skyrl.client import InferenceClient
 from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, uses_gpus
@@ -54,6 +54,7 @@ class Experiment(BasePPOExp):
         self.trainer: Trainer | None = None
         self._groups: list[ServerGroup] = []
         self._router = None
+        self._registries: list = []
 
     def _register_environments(self) -> None:
         for name, entry in self.cfg.isoexec.environments.items():
@@ -113,6 +114,7 @@ class Experiment(BasePPOExp):
     def _setup_trainer(self) -> Trainer:
         for folder in (self.cfg.trainer.export_path, self.cfg.trainer.ckpt_path):
             Path(folder).mkdir(parents=True, exist_ok=True)
+        self._registries = registries.start()
         if self.cfg.trainer.placement.colocate_all:
             self.colocate_pg = cluster.placement(self._engine_processes())
         starting = self._start_engines()

@@ -17,7 +17,11 @@ from isoexec.runtimes.vllm import cache_size
 from isoexec.runtimes.vllm.engine import register_model
 
 EXTENSION = "isoexec.runtimes.skyrl.extension.EngineExtension"
+EXECUTOR = "isoexec.runtimes.skyrl.executor.LoneExecutor"
 _BLOCK = 32  # tokens
+#: What SkyRL's server allows in its own process and its children's: objects that are unpickled, which CUDA IPC handles need, and adapters
+#: loaded on request.
+_ALLOWED_BY_UPSTREAM = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
 
 
 class Server(VLLMServerActor):
@@ -29,8 +33,11 @@ class Server(VLLMServerActor):
         if hidden is not None and not uses_gpus():  # upstream lets the engine see every GPU
             os.environ["CUDA_VISIBLE_DEVICES"] = hidden
         self._cli_args.host = self._ip  # upstream listens on every interface
+        if not uses_gpus():
+            for name in _ALLOWED_BY_UPSTREAM:
+                os.environ.pop(name, None)
         if not uses_gpus() and self._num_gpus_per_server == 1:
-            self._cli_args.distributed_executor_backend = "uni"  # the worker lives in the engine's process: one import of vLLM less
+            self._cli_args.distributed_executor_backend = EXECUTOR  # the worker lives in the engine's process: one import of vLLM less
         register_model(read_config(config.trainer.policy.model.path))
 
     async def shutdown(self) -> None:

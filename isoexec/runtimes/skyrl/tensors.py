@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 
 def write_tensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write ``path`` through a scratch file beside it; two names of one tensor (an fp32 parameter and its master weight) are two entries."""
+    """Write ``path`` through a scratch file beside it. Two names of one tensor (an fp32 parameter, its master weight) are two entries."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,0 +1,49 @@
+"""Runs other than the one of the default suite: the native arm, and engines that do not share the policy's devices."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from isoexec.runtimes.skyrl.steps import read_steps
+from isoexec.train.compose import RECIPES
+
+pytestmark = [
+    pytest.mark.timeout(7200),
+    pytest.mark.skipif(
+        not os.environ.get("ISOEXEC_TEST_TRAINING"),
+        reason="each starts Ray, vLLM and Megatron: a minute of two cores; ISOEXEC_TEST_TRAINING=1 runs them",
+    ),
+]
+
+
+@pytest.fixture
+def steps(start):
+    """``steps(name, *overrides)`` -> (lines of a run of two steps from a start checkpoint, its folder)."""
+
+    def run(name, *overrides):
+        run = start("trainer.max_training_steps=2", *overrides, checkpoint=RECIPES / "start" / name)
+        assert run.end() == 0, run.text()
+        lines = read_steps(run.out / "steps.jsonl")
+        assert [line["step"] for line in lines] == [1, 2] and all(line["grad_norm"] > 0 for line in lines)
+        return lines, run.out
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid-moe"])
+def test_the_native_arm_trains_and_its_tokens_differ(steps, name):
+    lines, out = steps(name, "isoexec.arm=native")
+    for line in lines:
+        assert line["bit_equal"] < 1 and 0 < line["rollout_train_logprobs_abs_diff_max"] < 1
+        assert line["first_minibatch_rollout_ratio_max"] > 1
+    assert not (out / "contract.json").exists() and not list(out.glob("mismatch-*"))
+
+
+def test_separate_engines_have_no_mismatch(steps):
+    lines, out = steps("hybrid-moe", "trainer.placement.colocate_all=false")
+    for line in lines:
+        assert line["bit_equal"] == 1 and line["rollout_train_logprobs_abs_diff_max"] == 0
+        assert line["first_minibatch_ratio_min"] == line["first_minibatch_ratio_max"] == 1
+    assert any("tensors equal in the policy and 1 engines" in log.read_text() for log in (out / "logs").glob("*.log"))
