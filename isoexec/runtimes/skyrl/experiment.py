@@ -114,10 +114,10 @@ class Experiment(BasePPOExp):
     def _setup_trainer(self) -> Trainer:
         for folder in (self.cfg.trainer.export_path, self.cfg.trainer.ckpt_path):
             Path(folder).mkdir(parents=True, exist_ok=True)
-        self._registries = registries.start()
         if self.cfg.trainer.placement.colocate_all:
             self.colocate_pg = cluster.placement(self._engine_processes())
         starting = self._start_engines()
+        self._registries = registries.start()
         client = InferenceClient(
             proxy_url="",
             server_urls=[],

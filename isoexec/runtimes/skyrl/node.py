@@ -15,7 +15,7 @@ from ray._raylet import (
     persist_port,
 )
 
-_AGENTS_TIMEOUT = 600_000  # milliseconds
+_START_TIMEOUT = 600  # seconds
 _AGENT_PORTS = 22_000, 32_000
 _STRIDE = 8  # runs that start at one time begin their search apart
 #: Name under which Ray's raylet learns the port of an agent -> the parameter that gives it.
@@ -45,7 +45,8 @@ class LocalNode(Node):
     def __init__(self, address: str, processes: int, cpus: int, object_store: int, head: str | None = None):
         # What a cluster is told once; of its nodes the first says it.
         system = {
-            "agent_register_timeout_ms": _AGENTS_TIMEOUT,
+            "agent_register_timeout_ms": 1000 * _START_TIMEOUT,
+            "worker_register_timeout_seconds": _START_TIMEOUT,  # after a minute Ray starts another, and at last gives its actor up
             "enable_worker_prestart": False,
             "prestart_worker_first_driver": False,
             "worker_niceness": 0,  # actors do the work of a run; Ray would give way to everything else
