@@ -15,7 +15,7 @@ bin = build/$(chosen)/venv/bin
 .PHONY: help build test verify-logprobs train-dapo bench patches-check lock bundle clean distclean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2} /^# [A-Z_]+=/ {print "  " substr($$0, 3)}' Makefile
 
 build: ## trees, patches and environment in build/<backend>/ (again: only what changed)
 	@scripts/build --backend $(BACKEND)
@@ -24,10 +24,10 @@ test: build patches-check ## the test suite, in the built environment (ARGS= goe
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(bin)/python -m pytest -n $(or $(WORKERS),2) --dist loadfile $(ARGS)
 
 verify-logprobs: build ## both runtimes on the same tokens: logprobs must be equal, bit for bit (MODEL=, FULL=1, ARGS=)
-	@$(bin)/isoexec verify $(if $(MODEL),--model "$(MODEL)") $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
+	@$(bin)/isoexec verify $(if $(MODEL),--model "$(MODEL)") $(if $(filter-out 0 false no,$(FULL)),--full) $(ARGS)
 
 train-dapo: build ## a DAPO run in which the importance ratio is 1 (ARM=native, COMPARE=1 for both arms, ARGS="RECIPE KEY=VALUE ...")
-	@$(bin)/isoexec train $(if $(filter-out 0,$(COMPARE)),--compare) $(if $(ARM),--arm $(ARM)) $(ARGS)
+	@$(bin)/isoexec train $(if $(filter-out 0 false no,$(COMPARE)),--compare) $(if $(ARM),--arm $(ARM)) $(ARGS)
 
 bench: build ## times against native kernels, on a GPU host: bench/results.csv and results.png (ARGS="--native DIR")
 	@$(bin)/python -m bench $(ARGS)

@@ -25,7 +25,7 @@ from isoexec.contract import (
 )
 from isoexec.contract.canonical import LARGEST_TEXT, parse_json
 from isoexec.contract.identity import PARTS, advice
-from isoexec.contract.types import BACKENDS, GDN_FORMS
+from isoexec.contract.types import BACKENDS, GDN_CHUNKS, GDN_FORMS
 from isoexec.verify.trace.command import add_verbs as add_trace_verbs
 
 
@@ -125,7 +125,7 @@ def _add_contract(contract) -> None:
 
 def _add_numerics(parser) -> None:
     parser.add_argument("--gdn-form", choices=GDN_FORMS, help="form of the Gated DeltaNet core (docs/gdn.md)")
-    parser.add_argument("--gdn-chunk", type=int, metavar="C", help="tokens of a Gated DeltaNet chunk, a power of two")
+    parser.add_argument("--gdn-chunk", type=int, metavar="C", help=f"tokens of a Gated DeltaNet chunk, one of {GDN_CHUNKS}")
 
 
 def _numerics(options) -> dict:

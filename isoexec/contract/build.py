@@ -56,7 +56,7 @@ def read_config(folder) -> dict:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ContractError(f"model {str(folder)!r}: config.json is missing; expected a checkpoint in HF format") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ContractError(f"model {str(folder)!r}: config.json cannot be read: {error}") from None
     names = config.get("architectures") if isinstance(config, dict) else None
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):

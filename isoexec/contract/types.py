@@ -36,6 +36,7 @@ REFUSED = (
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 GDN_FORMS = ("cpr", "cpr_wy")
+GDN_CHUNKS = (16, 32, 64)
 
 
 def _power_of_two(value: int) -> bool:
@@ -63,10 +64,12 @@ class Numerics:
     gdn_chunk: int = 16
 
     def __post_init__(self):
-        for name in ("row_leaves", "vocab_block", "kv_block", "combine_groups", "gdn_chunk"):
+        for name in ("row_leaves", "vocab_block", "kv_block", "combine_groups"):
             value = getattr(self, name)
             if type(value) is not int or not _power_of_two(value):
                 raise ContractError(f"numerics.{name}: expected a power of two, found {shown(value)}")
+        if type(self.gdn_chunk) is not int or self.gdn_chunk not in GDN_CHUNKS:
+            raise ContractError(f"numerics.gdn_chunk: expected one of {GDN_CHUNKS}, found {shown(self.gdn_chunk)}")
         if self.gdn_form not in GDN_FORMS:
             raise ContractError(f"numerics.gdn_form: expected one of {GDN_FORMS}, found {shown(self.gdn_form)}")
 

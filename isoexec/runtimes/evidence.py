@@ -230,14 +230,19 @@ def device(backend: str) -> dict[str, str]:
     """Architecture of the device, and the build of the libraries that compute on it."""
     build = hashlib.sha256(torch.__config__.show().encode()).hexdigest()
     if backend == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        return {"architecture": f"sm_{major}{minor}", "cuda": torch.version.cuda or "none", "torch_build": build}
+        return {"architecture": architecture_of(backend), "cuda": torch.version.cuda or "none", "torch_build": build}
     return {"architecture": architecture_of(backend), "instructions": torch.backends.cpu.get_cpu_capability(), "torch_build": build}
 
 
 def architecture_of(backend: str) -> str:
-    """The device architecture as a composition entry names it."""
+    """The device architecture as a composition entry names it.
+
+    Raises:
+        ContractError: ``backend`` is cuda and there is no GPU to ask.
+    """
     if backend == "cuda":
+        if not torch.cuda.is_available():
+            raise ContractError("no GPU is visible, so that the architecture of cuda is not known; name it (--device sm_90), or run on a GPU host")
         major, minor = torch.cuda.get_device_capability()
         return f"sm_{major}{minor}"
     return platform.machine().lower()

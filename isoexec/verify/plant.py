@@ -8,8 +8,10 @@ from pathlib import Path
 
 from isoexec.contract import ContractError
 
-#: Rounded into every hidden state of the model, so the fault is small but everywhere downstream.
+#: Rounded into every hidden state of the model, so the fault is small but everywhere downstream. The prefix tells a text-only checkpoint from
+#: one with a vision tower; a draft head (``mtp.layers.0...``), which neither side loads, has another.
 PLANTED_WEIGHT = "layers.0.input_layernorm.weight"
+_NAMES = tuple(f"{prefix}.{PLANTED_WEIGHT}" for prefix in ("model", "model.language_model"))
 
 
 def plant_ulp(model: Path, folder: Path) -> str:
@@ -21,12 +23,18 @@ def plant_ulp(model: Path, folder: Path) -> str:
         The name of the weight.
 
     Raises:
-        ContractError: a safetensors file is not whole, or none holds a bf16 weight whose name ends in :data:`PLANTED_WEIGHT`.
+        ContractError: a safetensors file is not whole, or none that the runtimes read holds :data:`PLANTED_WEIGHT` in bf16.
     """
     headers = {shard: _header(shard) for shard in sorted(model.glob("*.safetensors"))}
+    single = model / "model.safetensors"
+    other = ""
     for shard, (header, data_start) in headers.items():
+        if single.exists() and shard != single:
+            continue  # not read: a checkpoint of another format beside it
         for name, entry in header.items():
-            if name.endswith(PLANTED_WEIGHT) and entry["dtype"] == "BF16":
+            if name in _NAMES and entry["dtype"] != "BF16":
+                other = f", but one in {entry['dtype']}"
+            elif name in _NAMES:
                 folder.mkdir()
                 for file in model.iterdir():
                     if file.is_file() and file != shard:
@@ -34,7 +42,7 @@ def plant_ulp(model: Path, folder: Path) -> str:
                 shutil.copyfile(shard, folder / shard.name)  # not its permissions: it may be read-only
                 _flip_lowest_bit(folder / shard.name, data_start + entry["data_offsets"][0])
                 return name
-    raise ContractError(f"model {str(model)!r}: no bf16 weight {PLANTED_WEIGHT!r} in its safetensors to plant a fault in")
+    raise ContractError(f"model {str(model)!r}: no weight {PLANTED_WEIGHT!r} in BF16 in its safetensors to plant a fault in{other}")
 
 
 def _header(shard: Path) -> tuple[dict, int]:

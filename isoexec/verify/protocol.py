@@ -7,6 +7,7 @@ Whatever frameworks print goes to the worker's log file. fp32 values travel as t
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
@@ -190,7 +191,10 @@ class Worker:
 
 
 class WorkerGroup:
-    """Workers that live and die together: the first failure ends all of them, and leaving the block always does."""
+    """Workers that live and die together: the first failure ends all of them, and leaving the block always does.
+
+    Within the block SIGTERM interrupts the main thread as Ctrl-C does, so that no worker outlives its group.
+    """
 
     def __init__(self, logs: Path):
         self._logs = logs
@@ -198,12 +202,18 @@ class WorkerGroup:
         self._stopped = False
         self.workers: list[Worker] = []
         self.error: BaseException | None = None  # the first failure; those that follow are its consequences
+        self._restore: Callable[[], object] = lambda: None
 
     def __enter__(self) -> WorkerGroup:
+        if threading.current_thread() is threading.main_thread():
+            self._restore = functools.partial(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         return self
 
     def __exit__(self, *exc) -> None:
-        self.stop()
+        try:
+            self.stop()
+        finally:
+            self._restore()
 
     def start(self, name: str, module: str, environment: dict[str, str | None]) -> Worker:
         """Start a worker whose log is ``<logs>/<name>.log``."""

@@ -8,7 +8,6 @@ import fcntl
 import importlib.metadata
 import math
 import shutil
-import signal
 import sys
 import tempfile
 import traceback
@@ -127,7 +126,6 @@ def verify(options: Options) -> int:
 
 def _verify(options: Options, logs: Path) -> int:
     progress = Progress()
-    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
     work = Path(tempfile.mkdtemp(prefix="isoexec-verify-"))
     group = WorkerGroup(logs)
     try:
@@ -143,7 +141,6 @@ def _verify(options: Options, logs: Path) -> int:
         return INCONCLUSIVE
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        signal.signal(signal.SIGTERM, previous)
 
 
 class _Run:
@@ -312,8 +309,10 @@ def check_model(folder: Path) -> dict:
         raise ContractError(
             f"model {str(folder)!r}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
-    if not any(folder.glob("*.safetensors")):
-        raise ContractError(f"model {str(folder)!r}: no *.safetensors file; convert the weights with save_pretrained")
+    if not any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        raise ContractError(
+            f"model {str(folder)!r}: neither model.safetensors nor model.safetensors.index.json; convert the weights with save_pretrained"
+        )
     text = text_config(config)
     for name, least in (("vocab_size", 8), ("max_position_embeddings", MAX_MODEL_LEN)):
         if not isinstance(text.get(name), int) or text[name] < least:
@@ -355,7 +354,3 @@ def worker_environment(contract: Path | None) -> dict[str, str | None]:
 
 def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
-
-
-def _raise_interrupt(*_) -> None:
-    raise KeyboardInterrupt

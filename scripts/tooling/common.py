@@ -45,7 +45,7 @@ def main(function) -> None:
     except OSError as error:
         if error.errno in FULL:
             sys.exit(f"error: {disk_full(error)}")
-        raise
+        sys.exit(f"error: {error.strerror or error}: {error.filename or 'a file'}")
     except KeyboardInterrupt:
         sys.exit("interrupted: run it again to go on from here")
 

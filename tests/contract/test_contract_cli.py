@@ -43,9 +43,9 @@ def test_the_form_of_gated_deltanet_is_chosen(contract, tmp_path, capsys):
     assert json.loads(contract[0].read_text())["numerics"]["gdn_form"] == "cpr_wy"
     capsys.readouterr()
     assert main([*build, "--gdn-chunk", "24"]) == 2
-    assert "numerics.gdn_chunk: expected a power of two, found 24" in capsys.readouterr().err
+    assert "numerics.gdn_chunk: expected one of (16, 32, 64), found 24" in capsys.readouterr().err
     assert main(["verify", "--gdn-chunk", "24", "--out", str(tmp_path / "out")]) == 2
-    assert "numerics.gdn_chunk: expected a power of two, found 24" in capsys.readouterr().err
+    assert "numerics.gdn_chunk: expected one of (16, 32, 64), found 24" in capsys.readouterr().err
 
 
 def test_show(contract, capsys):

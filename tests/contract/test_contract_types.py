@@ -98,3 +98,9 @@ def test_the_switch(tmp_path, monkeypatch):
     monkeypatch.setenv(CONTRACT_VARIABLE, str(tmp_path / "absent.json"))
     with pytest.raises(ContractError, match="absent.json: cannot read the contract"):
         active_contract()
+
+
+@pytest.mark.parametrize("chunk", [8, 24, 128, True, "16"])
+def test_chunks_that_no_op_has(chunk):
+    with pytest.raises(ContractError, match=r"numerics.gdn_chunk: expected one of \(16, 32, 64\)"):
+        Numerics(gdn_chunk=chunk)

@@ -118,6 +118,13 @@ def test_sharded_files_are_read(new_trainer, model_folder, tmp_path):
     found = checkpoint.hf_tensors(trainer.gpt, trainer.hf_config)
     for name, tensor in tensors.items():
         same_bits(found[name], tensor, name)
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(ContractError, match="lacks b.safetensors, which model.safetensors.index.json names"):
+        hf_files.HFFiles(folder)
+    for text in ("{", "{}", "[]"):
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ContractError, match="is no index of weights"):
+            hf_files.HFFiles(folder)
 
 
 def test_a_failed_export_leaves_the_old_file(tmp_path):

@@ -48,6 +48,21 @@ def test_rows_do_not_depend_on_the_batch(leaves):
     batch_invariant(lambda x: product(x, w, leaves), bf16_values(257, 256), what="product")
 
 
+@pytest.mark.parametrize("K", [1, 2])
+def test_columns_of_one_term(K):
+    """A batched product of one term keeps the sign of a zero in a batch of one tile, and loses it in a larger batch."""
+    x, w = bf16_values(100, K), bf16_values(130, K)
+    x[::3], w[::2] = -0.0, 0.0
+    whole = product(x, w)
+    same_bits(product(x, w[57:99]), whole[:, 57:99], "columns")
+    same_bits(product(x[:9], w), whole[:9], "rows")
+
+
+def test_no_channels_are_refused():
+    with pytest.raises(ContractError, match="matmul.linear: K = 0"):
+        matmul.linear(torch.zeros(3, 0, dtype=torch.bfloat16), torch.zeros(4, 0, dtype=torch.bfloat16))
+
+
 def test_bf16_rows_do_not_depend_on_the_batch():
     x, w, b = (t.bfloat16() for t in (bf16_values(257, 128), bf16_values(96, 128), bf16_values(96)))
     batch_invariant(lambda rows: matmul.linear(rows, w, b), x, what="linear")

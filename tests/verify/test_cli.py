@@ -63,7 +63,7 @@ def test_row_leaves_fit_the_widths(tmp_path, width, leaves):
     [
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not supported; supported: Qwen3ForCausalLM"),
         ({"architectures": None}, "architectures: expected one name"),
-        ({"weights": False}, "no *.safetensors"),
+        ({"weights": False}, "neither model.safetensors nor"),
         ({"max_position_embeddings": 128}, "max_position_embeddings: expected at least 512, found 128"),
         ({"vocab_size": None}, "vocab_size: expected at least"),
         ({"num_attention_heads": "4"}, "num_attention_heads: expected a positive integer, found '4'"),
@@ -88,6 +88,12 @@ def test_a_width_that_no_leaf_divides(tmp_path, capsys):
     assert main(["contract", "build", "--model", model, "--backend", "cpu", "-o", str(tmp_path / "c.json")]) == 2
     assert "intermediate_size: 250 is not a multiple of 16" in capsys.readouterr().err
     assert not (tmp_path / "c.json").exists()
+
+
+def test_a_config_without_end_is_bad_input(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert main(["contract", "build", "--model", str(tmp_path), "--backend", "cpu", "-o", str(tmp_path / "c.json")]) == 2
+    assert "config.json cannot be read" in capsys.readouterr().err
 
 
 def test_a_folder_in_use_is_refused(tmp_path, capsys):

@@ -60,5 +60,14 @@ def test_a_spoilt_file_is_refused(model, tmp_path, shard, spoil, message):
 
 def test_other_dtypes_are_refused(model, tmp_path):
     save_file({NORM: torch.ones(2)}, model / "2.safetensors")
-    with pytest.raises(ContractError, match="no bf16 weight"):
+    with pytest.raises(ContractError, match="no weight .* in BF16 .*, but one in F32"):
         plant_ulp(model, tmp_path / "planted")
+
+
+def test_weights_that_no_side_loads_are_left_alone(model, tmp_path):
+    """A draft head's layer 0, in a shard that comes first, and a file of another format beside a whole one."""
+    save_file({f"mtp.{PLANTED_WEIGHT}": torch.ones(2, dtype=torch.bfloat16)}, model / "0.safetensors")
+    assert plant_ulp(model, tmp_path / "planted") == NORM
+    save_file({NORM: torch.ones(2, dtype=torch.bfloat16)}, model / "model.safetensors")
+    assert plant_ulp(model, tmp_path / "single") == NORM
+    assert [path.name for path in (tmp_path / "single").glob("*.safetensors") if not path.is_symlink()] == ["model.safetensors"]

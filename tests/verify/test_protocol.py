@@ -1,6 +1,7 @@
 """Worker processes: every way to fail names the process and its log, and leaves no process behind."""
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -124,3 +125,15 @@ def test_bits_are_exact_and_inexact_values_are_refused():
     assert from_bits(to_bits([float("nan")]))[0] != 0
     with pytest.raises(ValueError, match="not an fp32 value"):
         to_bits([0.1])
+
+
+def test_sigterm_ends_the_workers_of_a_group(tmp_path):
+    """In the block SIGTERM is an interrupt, which leaves it; after the block it is what it was."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), WorkerGroup(tmp_path) as group:
+        worker = odd(group)
+        worker.started(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert worker._process.poll() is not None

@@ -9,6 +9,8 @@ def check_k(op: str, x, weight) -> None:
     """Raises ContractError where the operands [..., K] and [N, K] hold other numbers of K."""
     if x.shape[-1] != weight.shape[-1]:
         raise ContractError(f"{op}: x has K = {x.shape[-1]}, weight has K = {weight.shape[-1]}; pass matching shards of K")
+    if not x.shape[-1]:
+        raise ContractError(f"{op}: K = 0; expected at least one channel")
 
 
 def check_leaves(K: int, leaves: int, ranks: int) -> None:

@@ -27,6 +27,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, leaves: int = 1) -> torch.Ten
             f"matmul: float32_matmul_precision is {torch.get_float32_matmul_precision()!r}, the schedule needs 'highest'; "
             "remove the call of torch.set_float32_matmul_precision"
         )
+    if x.shape[1] == 1:  # a batched product of one term keeps or drops the sign of a zero by the size of its batch
+        x, weight = pad(x, (0, 1)), pad(weight, (0, 1))
     (M, K), N = x.shape, weight.shape[0]
     row_tiles, k = -(-M // ROWS), K // leaves
     x = pad(x.float(), (0, 0, 0, -M % ROWS)).reshape(row_tiles, ROWS, leaves, k).transpose(1, 2)

@@ -81,7 +81,7 @@ def grouped_product(rows, counts, weights):
     decode step does not pay a call per expert; a tile's bits are its own either way."""
     (R, K), N = rows.shape, weights[0].shape[0]
     tiles = [-(-n // ROWS) for n in counts]
-    if not R or sum(tiles) * N * K > _BATCHED_ELEMENTS:
+    if not R or K == 1 or sum(tiles) * N * K > _BATCHED_ELEMENTS:
         out = rows.new_empty(R, N, dtype=torch.float32)
         for e, at in _segments(counts):
             out[at] = product(rows[at], weights[e])

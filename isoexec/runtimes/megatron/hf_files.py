@@ -113,7 +113,13 @@ def _file_of(folder: Path) -> dict[str, Path]:
         with safe_open(single, "pt") as file:
             return {name: single for name in file.keys()}
     if index.exists():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        try:
+            files = {name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise ContractError(f"checkpoint: {index} is no index of weights; download or convert it again") from None
+        if missing := sorted({file.name for file in files.values() if not file.is_file()}):
+            raise ContractError(f"checkpoint: {folder} lacks {', '.join(missing)}, which {index.name} names; download it again")
+        return files
     raise ContractError(f"checkpoint: neither {single.name} nor {index.name} in {folder}")
 
 
