@@ -293,7 +293,7 @@ def experts(cases, native):
 
 def torch_experts(x, chosen, gate_up, down, leaves, g):
     """Forward and backward by torch's grouped product: pairs sorted by expert, silu in eager torch."""
-    k, (E, F2, _) = chosen.shape[1], gate_up.shape
+    k, E = chosen.shape[1], len(gate_up)
     order = chosen.flatten().argsort(stable=True)
     ends = torch.zeros(E, dtype=torch.int64, device=x.device).index_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten()).cumsum(0).int()
     gate, up = torch._grouped_mm(x[order // k], gate_up.mT, offs=ends).chunk(2, -1)

@@ -104,3 +104,10 @@ def test_the_switch(tmp_path, monkeypatch):
 def test_chunks_that_no_op_has(chunk):
     with pytest.raises(ContractError, match=r"numerics.gdn_chunk: expected one of \(16, 32, 64\)"):
         Numerics(gdn_chunk=chunk)
+
+
+def test_the_chunks_of_a_contract_are_those_of_the_ops():
+    from isoexec.contract.types import GDN_CHUNKS
+    from isoexec.ops.gdn.state import CHUNK_SIZES
+
+    assert GDN_CHUNKS == CHUNK_SIZES

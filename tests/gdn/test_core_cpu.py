@@ -5,8 +5,7 @@ import torch
 
 from isoexec.ops import gdn
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
-from tests.gdn.cases import (Engine, assert_same_state, dirty_pool, inputs, one_shot, recurrence, relative,
-                             select)  # fmt: skip
+from tests.gdn.cases import Engine, assert_same_state, dirty_pool, inputs, one_shot, recurrence, relative
 
 LENGTHS = [(16, n) for n in (1, 15, 16, 17, 31, 63, 64, 65, 127, 129, 300)]
 LENGTHS += [(32, n) for n in (31, 32, 65)] + [(64, n) for n in (63, 64, 65, 129)]

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from isoexec.contract import ContractError
-from isoexec.contract.types import GDN_CHUNKS
 
-CHUNK_SIZES = GDN_CHUNKS
+CHUNK_SIZES = (16, 32, 64)
 BLOCK = 64  # tokens between the boundary states that the trainer's forward keeps for its backward
 
 
