@@ -151,7 +151,7 @@ def test_a_full_disk_is_told_from_other_failures(bundle, tmp_path, capsys, numbe
 
 
 def test_a_tool_ends_with_one_message():
-    """main: a Stop, a full disk and Ctrl-C are messages; another error is not hidden."""
+    """main: a Stop, a full disk, a file or program that cannot be had and Ctrl-C are messages; a fault of the tool is not hidden."""
 
     def ended(error: BaseException):
         def tool(arguments):
@@ -165,5 +165,6 @@ def test_a_tool_ends_with_one_message():
     assert ended(OSError(errno.ENOSPC, "full")).startswith("error: the disk is full\n")
     assert ended(OSError(errno.EDQUOT, "quota")).startswith("error: the disk is full\n")
     assert ended(KeyboardInterrupt()) == "interrupted: run it again to go on from here"
-    with pytest.raises(PermissionError):
-        ended(PermissionError(errno.EACCES, "no"))
+    assert ended(FileNotFoundError(errno.ENOENT, "No such file or directory", "git")) == "error: No such file or directory: git"
+    with pytest.raises(LookupError):
+        ended(LookupError("planted"))
