@@ -140,3 +140,17 @@ def test_another_architecture_is_refused(model_folder):
     config.architectures = ["LlamaForCausalLM"]
     with pytest.raises(ContractError, match="expected one of Qwen3ForCausalLM, .* found architecture LlamaForCausalLM"):
         mapping.entries(config)
+
+
+def test_a_closed_trainer_leaves_no_threads(new_trainer):
+    """Each of Megatron's groups has a gloo thread that wakes a hundred times a second; in a process that opens many models they add up."""
+
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    new_trainer().close()  # what the first one starts for the process stays
+    before = threads()
+    trainer = new_trainer()
+    opened = threads()
+    trainer.close()
+    assert opened > before + 20 and threads() < before + 10

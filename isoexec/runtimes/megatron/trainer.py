@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -183,6 +184,7 @@ class PolicyTrainer:
         """Free the model and end the process groups that this trainer made."""
         self.gpt = self.ddp = self.optimizer = None
         self._groups.close()
+        gc.collect()  # the model's cycles hold process groups, and those hold threads
 
     def _micro_batches(self, sequences, packs) -> list[MicroBatch]:
         groups = packing.groups_of(sequences, packs)
