@@ -72,7 +72,7 @@ def open_engine(contract_file):
     def opened(model, *, contract=contract_file, **shape):
         from isoexec.runtimes.vllm.engine import RolloutEngine
 
-        with pytest.MonkeyPatch.context() as patch, contextlib.nullcontext() if contract else unwritten_memory(poisoned=False):
+        with pytest.MonkeyPatch.context() as patch, unwritten_memory(poisoned=bool(contract)):
             patch.setenv(CONTRACT_VARIABLE, contract or "")
             engine = RolloutEngine(model, **shape)
             if contract:

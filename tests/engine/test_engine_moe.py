@@ -62,6 +62,9 @@ class TestOneEngine:
     def test_prefill_rescores_what_decode_sampled(self, engine, prompts, together):
         variants.assert_prefill_rescores(engine, prompts, together)
 
+    def test_eviction_at_every_position(self, engine, prompts, together):
+        variants.assert_evicted(engine, prompts, together)
+
     def test_negative_control_and_reload(self, engine, made, tmp_path, prompts, together):
         variants.assert_reload(engine, made(ARCHITECTURE)[0], tmp_path, prompts, together, "layers.3.mlp.gate.weight")
 

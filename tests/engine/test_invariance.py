@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 import pytest
 import torch
 import variants
 from bitwise import bits, same
+from variants import SEEDS, TOKENS, sample
 
+from isoexec.models import qwen3
 from isoexec.ops._core import registry
 from isoexec.ops._core.bits import nudge
-
-TOKENS = 6
-SEEDS = list(range(1000, 1064))
-
-
-def sample(engine, prompts, which=None, temperature=1.0, tokens=TOKENS, evict_at=()):
-    which = range(len(prompts)) if which is None else which
-    asked = [prompts[i] for i in which], [SEEDS[i] for i in which]
-    return engine.generate(*asked, temperature, tokens, record_rows=True, evict_at=evict_at)
+from tests.poison import adding_unwritten
 
 
 @pytest.fixture(scope="module")
-def together(open_engine, checkpoint, prompts):
+def together(opened, prompts):
     """All 64 prompts in one batch: what every other way of running them must give."""
-    with open_engine(checkpoint) as engine:
-        return sample(engine, prompts)
+    with opened() as engine:
+        return sample(engine, prompts, range(64))
 
 
 class TestOneEngine:
@@ -91,6 +86,13 @@ class TestOneEngine:
         torch.testing.assert_close(first_row(0.7), expected, atol=2e-6, rtol=2e-6)
         assert (first_row(1.0) - expected).abs().max() > 0.1
 
+    @pytest.mark.parametrize("position", range(1, TOKENS))
+    def test_preemption_at_every_position(self, engine, prompts, together, position):
+        """Evicted after ``position`` tokens, sequences are recomputed and go on in the same bits."""
+        which, before = [0, 4, 7, 10, 11], engine.num_preemptions
+        assert all(same(sample(engine, prompts, which, evict_at=(position,)), [together[i] for i in which]))
+        assert engine.num_preemptions - before == len(which)
+
     def test_seed_decides_what_is_sampled(self, engine, prompts, together):
         again = engine.generate([prompts[11]] * 2, [SEEDS[11], 7], 1.0, TOKENS, record_rows=True)
         assert bits(again[0]) == bits(together[11])
@@ -111,6 +113,14 @@ class TestOneEngine:
         assert not any(same(sample(engine, prompts, which), expected))
         engine.load_weights(checkpoint)
         assert all(same(sample(engine, prompts, which), expected))
+
+    def test_negative_control_memory_read_before_it_is_written(self, engine, prompts, together, monkeypatch):
+        """Times zero, and it shows: every buffer of the engine that nobody has written holds NaN."""
+        monkeypatch.setattr(qwen3, "mlp_block", adding_unwritten(qwen3.mlp_block))
+        found = sample(engine, prompts, [0, 10])
+        assert all(math.isnan(x) for r in found for x in r.logprobs)
+        monkeypatch.undo()
+        assert all(same(sample(engine, prompts, [0, 10]), [together[0], together[10]]))
 
     def test_a_sync_that_leaves_a_parameter_out_is_refused(self, engine, checkpoint, tmp_path):
         from safetensors.torch import load_file, save_file
@@ -134,14 +144,6 @@ def test_257_at_once(open_engine, checkpoint, prompts, together):
     which = [i % 64 for i in range(257)]
     with open_engine(checkpoint, max_num_seqs=257) as engine:
         assert all(same(sample(engine, prompts, which), [together[i] for i in which]))
-
-
-@pytest.mark.parametrize("position", range(1, TOKENS))
-def test_preemption_at_every_position(engine, prompts, together, position):
-    """Evicted after ``position`` tokens, sequences are recomputed and go on in the same bits."""
-    which, before = [0, 4, 7, 10, 11], engine.num_preemptions
-    assert all(same(sample(engine, prompts, which, evict_at=(position,)), [together[i] for i in which]))
-    assert engine.num_preemptions - before == len(which)
 
 
 def test_preemption(open_engine, checkpoint, prompts):

@@ -8,25 +8,15 @@ from bitwise import same
 from variants import SOME, sample
 
 from isoexec.contract import ContractError, ExecutionContract
-from isoexec.contract.manifest import Manifest, differing
+from isoexec.contract.manifest import differing
 from isoexec.ops._core.bits import nudge
-from isoexec.ops._core.digest import tensor_digest
 from isoexec.runtimes.handshake import check_weights
+from tests.checkpoints import manifest_of
 
 #: Every stacking there is: gated qkv, qkvz, ba, experts, a shared expert, nested names, a vision tower that is left out.
 ARCHITECTURE = "Qwen3_5MoeForConditionalGeneration"
 #: Places in SOME of prompts of 65, 129 and 150 tokens that share no prefix.
 ALONE = (5, 8, 9)
-
-
-def manifest_of(folder) -> Manifest:
-    """Of the files, read by the trainer's reader: neither engine code nor Megatron takes part."""
-    from isoexec.runtimes.megatron.hf_files import HFFiles
-
-    files = HFFiles(folder)
-    fp32 = ("A_log", "dt_bias")
-    tensors = {name: files.tensor(name) for name in files.names()}
-    return Manifest({name: tensor_digest(t.float() if name.endswith(fp32) else t) for name, t in tensors.items()})
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +50,7 @@ def fresh(opened, first, second, prompts):
     return found
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5ForCausalLM", "Glm4MoeLiteForCausalLM"])
 def test_the_manifest_of_each_architecture_is_the_checkpoints(made, open_engine, architecture):
     folder, contract = made(architecture)
     with open_engine(folder, contract=contract) as engine:

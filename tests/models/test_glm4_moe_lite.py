@@ -9,7 +9,8 @@ import torch
 from isoexec.contract import Numerics
 from isoexec.models import glm4_moe_lite
 from isoexec.ops import attention, norm, rope
-from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops._core.bits import bit_equal, nudge
+from tests.ops.op_checks import same_bits
 
 NUMERICS = Numerics(combine_groups=hf.GROUPS, row_leaves=4)
 #: Sizes in which values are narrower than queries and keys, as wide, and experts lie in groups.
@@ -112,7 +113,7 @@ def test_packed_equals_separate(models, name, index):
         whole = ours(models[name], index, x)
         other = x.clone()
         other[37:] = torch.randn(20, hf.D, generator=torch.Generator().manual_seed(5)).bfloat16()
-        assert_bit_equal(ours(models[name], index, other)[:37], whole[:37])
+        same_bits(ours(models[name], index, other)[:37], whole[:37])
         other[0, 0] += 1
         assert not bit_equal(ours(models[name], index, other)[:37], whole[:37])
 
@@ -143,7 +144,7 @@ def test_prefill_and_decode_have_the_trainers_bits(models, name, prompt):
             for a, b in zip(cuts, cuts[1:])
         ]
         got = torch.cat([norm.residual_add(y, residual) for y, residual in pieces])
-    assert_bit_equal(got, expected)
+    same_bits(got, expected)
     assert not bit_equal(nudge(got, -1), expected)
 
 
@@ -152,7 +153,7 @@ def test_padded_values_have_the_bits_of_their_channels(models):
     g = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(57, 4, 32, generator=g).bfloat16() for _ in "qkv")
     narrow = glm4_moe_lite.padded(v[..., :16], 32)
-    assert_bit_equal(attend(q, k, narrow)[..., :16], attend(q, k, v)[..., :16])
+    same_bits(attend(q, k, narrow)[..., :16], attend(q, k, v)[..., :16])
     assert not attend(q, k, narrow)[..., 16:].any()
     assert glm4_moe_lite.padded(v, 32) is v
 

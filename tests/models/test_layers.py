@@ -9,7 +9,9 @@ import torch
 from isoexec.contract import Numerics
 from isoexec.models import qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from isoexec.ops import attention, gdn, norm, rope
-from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops._core.bits import bit_equal, nudge
+from tests.poison import adding_unwritten
+from tests.ops.op_checks import same_bits
 
 NUMERICS = Numerics(combine_groups=hf.GROUPS)
 PLAN = gdn.Plan(list(hf.LENGTHS), NUMERICS.gdn_chunk)
@@ -106,9 +108,16 @@ def test_packed_equals_separate(models, name, index):
         whole = ours(name, models[name], index, x)
         first = x.clone()
         first[37:] = torch.randn(20, hf.D, generator=torch.Generator().manual_seed(5)).bfloat16()  # another neighbour
-        assert_bit_equal(ours(name, models[name], index, first)[:37], whole[:37])
+        same_bits(ours(name, models[name], index, first)[:37], whole[:37])
         first[0, 0] += 1
         assert not bit_equal(ours(name, models[name], index, first)[:37], whole[:37])
+
+
+def test_memory_read_before_it_is_written_shows(models, monkeypatch):
+    """Negative control of the poisoned memory in which every test of a model runs: times zero, and it is NaN."""
+    monkeypatch.setattr(qwen3, "mlp_block", adding_unwritten(qwen3.mlp_block))
+    with torch.no_grad():
+        assert ours("qwen3_moe", models["qwen3_moe"], 0, hf.stream()).isnan().all()
 
 
 @pytest.mark.parametrize("name, index", [("qwen3_moe", 1), ("qwen3_5_moe", 0)])
@@ -121,7 +130,7 @@ def test_what_on_route_returns_is_what_is_used(models, name, index):
 
     with torch.no_grad():
         plain = ours(name, models[name], index, x)
-        assert_bit_equal(ours(name, models[name], index, x, on_route=on_route), plain)
+        same_bits(ours(name, models[name], index, x, on_route=on_route), plain)
         moved = ours(name, models[name], index, x, on_route=lambda logits, weights, experts: weights * 2)
     assert seen == [((57, 16), (57, 4))] and not bit_equal(moved, plain)
 
@@ -139,7 +148,7 @@ def test_one_projection_weight_or_two(models):
     with torch.no_grad():
         two = ours("qwen3_5", models["qwen3_5"], 0, x, layer)
         merged = layer._replace(mixer=layer.mixer._replace(in_proj=(one,), split=split))
-        assert_bit_equal(ours("qwen3_5", models["qwen3_5"], 0, x, merged), two)
+        same_bits(ours("qwen3_5", models["qwen3_5"], 0, x, merged), two)
         planted = layer._replace(mixer=layer.mixer._replace(in_proj=(nudge(one, one.abs().argmax()),), split=split))
         assert not bit_equal(ours("qwen3_5", models["qwen3_5"], 0, x, planted), two)
 
@@ -159,7 +168,7 @@ def test_rows_of_qkv_in_megatron_order(models):
     x = hf.stream()
     with torch.no_grad():
         expected = ours("qwen3_5", models["qwen3_5"], 1, x, layer)
-        assert_bit_equal(ours("qwen3_5", models["qwen3_5"], 1, x, grouped), expected)
+        same_bits(ours("qwen3_5", models["qwen3_5"], 1, x, grouped), expected)
         wrong = grouped._replace(mixer=grouped.mixer._replace(qkv=layer.mixer.qkv))
         assert not bit_equal(ours("qwen3_5", models["qwen3_5"], 1, x, wrong), expected)
 
@@ -197,7 +206,7 @@ def test_gdn_prefill_and_decode_have_the_trainers_bits(models, name, prompt):
                 )
             )  # fmt: skip
         got = torch.cat([norm.residual_add(y, residual) for y, residual in pieces])
-    assert_bit_equal(got, expected)
+    same_bits(got, expected)
     assert not bit_equal(nudge(got, -1), expected)
 
 
@@ -223,4 +232,4 @@ def test_final_norm_is_zero_centred(models, name):
         got = qwen3_5.final_norm(x, None, hf.bf16(model.norm.weight), model.config.rms_norm_eps)
         both = qwen3_5.final_norm(x, torch.zeros_like(x), hf.bf16(model.norm.weight), model.config.rms_norm_eps)
     assert ((got.float() - expected).abs() <= 2**-8 * expected.abs()).all()
-    assert_bit_equal(both, got)
+    same_bits(both, got)

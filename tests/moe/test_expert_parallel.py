@@ -8,7 +8,7 @@ import ep_worker
 import pytest
 import torch
 
-from isoexec.ops._core.bits import assert_bit_equal, bit_equal
+from isoexec.ops._core.bits import bit_equal
 from tests.ops.op_checks import same_bits
 
 CASES = [(size, replicated, top_k) for size, ks in ep_worker.TOP_K.items() for replicated in (True, False) for top_k in ks]
@@ -40,15 +40,15 @@ def tokens(ranks, case, key):
     parts = [ranks[r]["results"][case][key] for r in range(size)]
     if replicated:
         for part in parts[1:]:
-            assert_bit_equal(part, parts[0], "replicated ranks")
+            same_bits(part, parts[0], "replicated ranks")
         return parts[0]
     return torch.cat(parts)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_forward_bits(ranks, alone, case):
-    assert_bit_equal(tokens(ranks, case, "fp32"), alone[case[2]]["fp32"], "before rounding")
-    assert_bit_equal(tokens(ranks, case, "out"), alone[case[2]]["out"], "output")
+    same_bits(tokens(ranks, case, "fp32"), alone[case[2]]["fp32"], "before rounding")
+    same_bits(tokens(ranks, case, "out"), alone[case[2]]["out"], "output")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -57,8 +57,8 @@ def test_gradients(ranks, alone, case):
     for key in ("gate_up", "down"):
         got = torch.cat([ranks[r]["results"][case][key] for r in range(size)])
         # Rows of one expert arrive in the same order in every layout here, so even these agree.
-        assert_bit_equal(got, alone[top_k][key], key)
-    assert_bit_equal(tokens(ranks, case, "shared"), alone[top_k]["shared"])
+        same_bits(got, alone[top_k][key], key)
+    same_bits(tokens(ranks, case, "shared"), alone[top_k]["shared"])
     got, expected = tokens(ranks, case, "x").float(), alone[top_k]["x"].float()
     assert (got - expected).abs().max() <= 2**-6 * expected.abs().max() and expected.abs().max() > 0.1
 
@@ -68,7 +68,7 @@ def test_a_sum_in_rank_order_would_be_seen(ranks, alone):
     partials = [ranks[r]["results"][case]["partial"] for r in range(4)]
     shared = ep_worker.inputs()[4].float()
     tree = (partials[0] + partials[1]) + (partials[2] + partials[3])
-    assert_bit_equal(tree + shared, alone[8]["fp32"])
+    same_bits(tree + shared, alone[8]["fp32"])
     chain = ((partials[0] + partials[1]) + partials[2]) + partials[3]
     assert not bit_equal(chain + shared, alone[8]["fp32"])
 
