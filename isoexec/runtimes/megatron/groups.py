@@ -1,9 +1,8 @@
-"""Megatron's process groups, on gloo; with one process, over a file and the loopback interface only."""
+"""Megatron's process groups, on gloo; with one process, over its own memory and the loopback interface only."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ class ProcessGroups:
     def __init__(
         self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, seed: int = 0, expert_parallel_size: int = 1
     ):
-        self._folder = None
         self._began_distributed = not dist.is_initialized()
         if self._began_distributed:
             self._begin_alone()
@@ -52,9 +50,8 @@ class ProcessGroups:
 
     def _begin_alone(self) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens, even alone
-        self._folder = tempfile.TemporaryDirectory(prefix="isoexec-")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.FileStore(os.path.join(self._folder.name, "store"), 1), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     def close(self) -> None:
         """End the groups that this object made. A gloo group has a thread that wakes a hundred times a second until nothing refers to it: a
@@ -64,5 +61,4 @@ class ProcessGroups:
             parallel_state.destroy_model_parallel()
         if self._began_distributed:
             dist.destroy_process_group()
-            self._folder.cleanup()
         self._began_parallel = self._began_distributed = False
