@@ -26,6 +26,7 @@ from isoexec.contract import (
 from isoexec.contract.canonical import LARGEST_TEXT, parse_json
 from isoexec.contract.identity import PARTS, advice
 from isoexec.contract.types import BACKENDS, GDN_CHUNKS, GDN_FORMS
+from isoexec.verify.arguments import check_model, positive
 from isoexec.verify.trace.command import add_verbs as add_trace_verbs
 
 
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--out", default="out", metavar="FOLDER", help="for verify.json, verify.png and logs/ (default: out)")
     verify.add_argument("--prompts", type=int, metavar="N", help="at most N prompts (a large model on a small machine)")
     verify.add_argument("--tokens", type=int, metavar="N", help="at most N new tokens for each prompt")
-    verify.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
+    verify.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
     verify.add_argument(
         "--plant-ulp", action="store_true", help="self-test: move one weight of the trainer's copy by one ulp; exit status 1 is expected"
     )
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     audit.add_argument("--model", metavar="FOLDER", help="HF-format checkpoint (default: a small random one of every architecture)")
     audit.add_argument("--json", metavar="FILE", help="also write everything that was found as JSON")
-    audit.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
+    audit.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
     audit.set_defaults(run=_audit)
 
     trace = verbs.add_parser("trace", help="find the first different bit of two runtimes, and why")
@@ -134,6 +135,7 @@ def _numerics(options) -> dict:
 
 
 def _verify(options) -> int:
+    check_model(options.model)
     from isoexec.verify.run import make_options, verify
 
     return verify(
@@ -151,6 +153,7 @@ def _verify(options) -> int:
 
 
 def _audit(options) -> int:
+    check_model(options.model)
     from isoexec.verify.audit.run import audit
 
     return audit(options.model, options.json, options.timeout)

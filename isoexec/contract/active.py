@@ -31,4 +31,7 @@ def _load(path: str) -> ExecutionContract:
             text = file.read(LARGEST_TEXT + 1)  # a path to a device must not be read for ever
     except (OSError, UnicodeDecodeError) as error:
         raise ContractError(f"{CONTRACT_VARIABLE}={path}: cannot read the contract: {error}") from None
-    return ExecutionContract.from_json(text)
+    try:
+        return ExecutionContract.from_json(text)
+    except ContractError as error:
+        raise ContractError(f"{CONTRACT_VARIABLE}={path}: {error}") from None

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from isoexec.contract.canonical import bits64, sha256_hex
+from isoexec.contract.checkpoints import check_checkpoint
 from isoexec.contract.errors import ContractError
 from isoexec.contract.types import ExecutionContract, Numerics
 
@@ -78,10 +79,13 @@ def contract_for_model(folder, backend: str, **numerics) -> ExecutionContract:
         numerics: constants of :class:`Numerics` that are to differ from that.
 
     Raises:
-        ContractError: see :func:`read_config`; or a width that no number of leaves divides; or a constant that is not allowed.
+        ContractError: see :func:`read_config`; or an entry that the model function does not cover, a width that no number of leaves
+            divides, a constant that is not allowed.
     """
     config = read_config(folder)
     text = config.get("text_config", config)
+    for entries in (text, {"quantization_config": config.get("quantization_config")}):  # a nested file has it outside
+        check_checkpoint(config["architectures"][0], entries, f"model {str(folder)!r}: config.json: ")
     # The name depends on the family, and on the release that wrote the file.
     experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts")
     groups = combine_groups_for(experts) if experts else Numerics().combine_groups

@@ -98,6 +98,10 @@ def test_the_switch(tmp_path, monkeypatch):
     monkeypatch.setenv(CONTRACT_VARIABLE, str(tmp_path / "absent.json"))
     with pytest.raises(ContractError, match="absent.json: cannot read the contract"):
         active_contract()
+    (tmp_path / "other.json").write_text("{}")
+    monkeypatch.setenv(CONTRACT_VARIABLE, str(tmp_path / "other.json"))
+    with pytest.raises(ContractError, match=f"^{CONTRACT_VARIABLE}=.*other.json: .*missing entry"):
+        active_contract()
 
 
 @pytest.mark.parametrize("chunk", [8, 24, 128, True, "16"])

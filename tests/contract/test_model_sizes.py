@@ -60,3 +60,34 @@ def test_widths_and_experts_decide(contract_of, changes, leaves, groups):
 def test_a_size_that_is_none_is_refused_by_name(contract_of, name):
     with pytest.raises(ContractError, match=f"{name}: expected a positive integer, found -1"):
         contract_of(**{name: -1})
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: expected None, found {.*: matrix products would be quantised"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or None, found 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type: expected None or 'default', found 'yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.type: expected None or 'default' or 'mrope', found 'linear'"),
+        ({"use_sliding_window": True}, "use_sliding_window: expected None or False, found True: its bits are not proven"),
+        ({"norm_topk_prob": False}, "norm_topk_prob: expected None or True, found False"),
+    ],
+)
+def test_a_checkpoint_of_another_function_is_refused_by_the_entry(contract_of, entries, message):
+    with pytest.raises(ContractError, match=f"config.json: {message}"):
+        contract_of(**entries)
+
+
+def test_entries_of_a_nested_file_are_looked_at_inside_and_outside(tmp_path):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+
+    def build(inside=None, **outside):
+        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": sizes | (inside or {}), **outside}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return contract_for_model(tmp_path, "cpu")
+
+    assert build().architecture == "Qwen3_5ForConditionalGeneration"
+    with pytest.raises(ContractError, match="quantization_config: expected None"):
+        build(quantization_config={"quant_method": "awq"})
+    with pytest.raises(ContractError, match="attention_bias: expected None or False, found True"):
+        build({"attention_bias": True})

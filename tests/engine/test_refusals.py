@@ -8,6 +8,7 @@ import pytest
 from bitwise import same
 
 from isoexec.contract import ContractError, ExecutionContract
+from isoexec.contract.checkpoints import COVERED
 from isoexec.runtimes.vllm import settings
 
 
@@ -99,7 +100,7 @@ class TestOneEngine:
         with pytest.raises(ContractError, match=f"^{setting.path}: expected .*, found 'something else'"):
             settings.check(contract, Overlay(config, setting.path))
 
-    @pytest.mark.parametrize("setting", settings.ARCHITECTURES["Qwen3ForCausalLM"], ids=lambda setting: setting.path)
+    @pytest.mark.parametrize("setting", COVERED["Qwen3ForCausalLM"], ids=lambda setting: setting.path)
     def test_every_row_of_the_architecture_table(self, engine, contract_file, setting):
         contract = ExecutionContract.from_json(open(contract_file, encoding="utf-8").read())
         config = engine._llm.llm_engine.vllm_config

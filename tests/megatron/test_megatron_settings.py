@@ -35,7 +35,7 @@ def config():
 
 
 def every_setting():
-    return [pytest.param(s, id=s.field) for s in settings.COMMON + settings.ARCHITECTURES["Qwen3ForCausalLM"]]
+    return [pytest.param(s, id=s.path) for s in settings.COMMON + settings.ARCHITECTURES["Qwen3ForCausalLM"]]
 
 
 def test_the_allowed_configuration_passes(config):
@@ -44,11 +44,11 @@ def test_the_allowed_configuration_passes(config):
 
 @pytest.mark.parametrize("setting", every_setting())
 def test_every_setting_is_refused_by_name(config, setting):
-    assert setting.field in {f.name for f in dataclasses.fields(TransformerConfig)}
-    allowed = getattr(config, setting.field)
+    assert setting.path in {f.name for f in dataclasses.fields(TransformerConfig)}
+    allowed = getattr(config, setting.path)
     other = {bool: lambda: not allowed, float: lambda: 0.5, str: lambda: "another"}.get(type(allowed), lambda: 12345)()
-    setattr(config, setting.field, other)
-    with pytest.raises(ContractError, match=rf"^{setting.field}: expected .*, found .*; set it to "):
+    setattr(config, setting.path, other)
+    with pytest.raises(ContractError, match=rf"^{setting.path}: expected .*, found .*; set it to "):
         settings.check(CONTRACT, config)
 
 

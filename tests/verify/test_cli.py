@@ -2,6 +2,8 @@
 
 import fcntl
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -129,3 +131,20 @@ def test_a_run_that_ends_early_reports_the_models_it_has_finished(tmp_path, monk
     assert "INCONCLUSIVE: the run ended after first: KeyboardInterrupt" in capsys.readouterr().out
     document = json.loads((tmp_path / "verify.json").read_text())
     assert (document["status"], [run["model"] for run in document["runs"]]) == (3, ["first"])
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
+@pytest.mark.parametrize("words", [["verify", "--timeout"], ["audit", "--timeout"], ["trace", "run", "--temperature"]])
+def test_a_number_that_cannot_be(words, value, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, value])
+    assert ended.value.code == 2 and f"{words[-1]}: expected a finite number above 0, found '{value}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["verify"], ["audit"], ["trace", "run"]])
+def test_a_checkpoint_is_judged_before_anything_is_imported(words, tmp_path):
+    folder = write(tmp_path / "model", quantization_config={"quant_method": "fp8"})
+    program = "import sys; from isoexec.cli import main; status = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(status)"
+    found = subprocess.run([sys.executable, "-c", program, *words, "--model", folder], capture_output=True, text=True)
+    assert found.returncode == 2 and found.stderr.count("\n") == 1
+    assert found.stderr.startswith(f"isoexec: model {folder!r}: config.json: quantization_config: expected None, found ")

@@ -6,25 +6,14 @@ upstream implementations that no layer of ours runs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
 from isoexec.contract import ContractError, ExecutionContract
+from isoexec.contract.settings import UNROUTED, Setting, check_settings
 from isoexec.runtimes import compose, live
 
-
-class Setting(NamedTuple):
-    """A ``TransformerConfig`` field, the values that keep the contract and what another value would do."""
-
-    field: str
-    allowed: tuple
-    otherwise: str
-
-
 _OTHER = "the architecture would be another one"
-_UNROUTED = "arithmetic outside the op library"
 
 #: Fields that must hold whatever the architecture.
 COMMON = (
@@ -44,8 +33,8 @@ COMMON = (
     Setting("fine_grained_activation_offloading", (False,), "offload hooks are not called by the layers"),
     Setting("cuda_graph_impl", ("none",), "captured graphs replay without the op registry"),
     Setting("context_parallel_size", (1,), "no layer fetches keys, values or states of the other ranks"),
-    Setting("mtp_num_layers", (None, 0), _UNROUTED),
-    Setting("use_mup", (False,), _UNROUTED),
+    Setting("mtp_num_layers", (None, 0), UNROUTED),
+    Setting("use_mup", (False,), UNROUTED),
     Setting("heterogeneous_block_specs", (False,), "layers would differ"),
 )
 
@@ -180,8 +169,7 @@ def check(contract: ExecutionContract, config) -> None:
             f"backend: the contract names {contract.backend!r}, this process computes on {backend!r}; build a contract for this "
             "backend (bits are promised within one)"
         )
-    for setting in COMMON + ARCHITECTURES[contract.architecture]:
-        _check_setting(setting, getattr(config, setting.field, None))
+    check_settings(COMMON + ARCHITECTURES[contract.architecture], config)
     for claim, field in _DEGREES:
         claimed, used = getattr(contract.claims, claim), getattr(config, field)
         if used > claimed:
@@ -192,15 +180,6 @@ def check(contract: ExecutionContract, config) -> None:
     _check_tensor_parallel(contract, config)
     if config.num_moe_experts is not None:
         _check_experts(contract, config)
-
-
-def _check_setting(setting: Setting, found) -> None:
-    if not any(found is value or (type(found) is type(value) and found == value) for value in setting.allowed):
-        expected = " or ".join(map(_name, setting.allowed))
-        raise ContractError(
-            f"{setting.field}: expected {expected}, found {_name(found)}: {setting.otherwise}; set it to {_name(setting.allowed[0])}, "
-            "or unset ISOEXEC_CONTRACT to run upstream's kernels"
-        )
 
 
 def _check_tensor_parallel(contract: ExecutionContract, config) -> None:
@@ -234,10 +213,6 @@ def _check_experts(contract: ExecutionContract, config) -> None:
             "sequence_parallel: expected True with experts under tensor parallelism, found False: every rank would train the experts "
             "on the same tokens; switch it on"
         )
-
-
-def _name(value) -> str:
-    return getattr(value, "__name__", None) or repr(value)
 
 
 def activate(contract: ExecutionContract, config) -> None:

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 
 from isoexec.contract import ContractError, ExecutionContract
+from isoexec.contract.checkpoints import check_checkpoint
+from isoexec.contract.settings import UNPROVEN, UNROUTED, Setting, check_settings
 from isoexec.runtimes import compose, live
 
-
-class Setting(NamedTuple):
-    """An attribute path, the values that keep the contract and what another value would do."""
-
-    path: str
-    allowed: tuple
-    otherwise: str
-
-
-_UNROUTED = "arithmetic outside the op library"
-_UNPROVEN = "its bits are not proven"
 _DISTRIBUTION = "the logprob returned must be of the distribution sampled, which the trainer computes from the logits alone"
 
 #: Paths into vLLM's ``VllmConfig``.
 ENGINE = (
     Setting("model_config.runner_type", ("generate",), "only generation has logprobs"),
-    Setting("model_config.model_impl", ("auto", "vllm"), _UNROUTED),
+    Setting("model_config.model_impl", ("auto", "vllm"), UNROUTED),
     Setting("model_config.dtype", (torch.bfloat16,), "parameters and activations are bf16 in the trainer"),
     Setting("model_config.quantization", (None,), "matrix products would be quantised"),
     Setting("model_config.enforce_eager", (True,), "compiled or captured graphs fuse ops and run without the op registry"),
@@ -35,21 +23,21 @@ ENGINE = (
     Setting("model_config.enable_prompt_embeds", (False,), "the trainer computes embeddings from token ids"),
     Setting("cache_config.cache_dtype", ("auto", "bfloat16"), "keys and values would be rounded on their way through the cache"),
     Setting("cache_config.calculate_kv_scales", (False,), "keys and values would be rounded on their way through the cache"),
-    Setting("cache_config.sliding_window", (None,), _UNPROVEN),
+    Setting("cache_config.sliding_window", (None,), UNPROVEN),
     Setting("cache_config.kv_sharing_fast_prefill", (False,), "prompt logits would be wrong"),
     Setting("lora_config", (None,), "the trainer's weights would not be those sampled with"),
     Setting("speculative_config", (None,), "what is sampled would depend on the draft"),
-    Setting("kv_transfer_config", (None,), _UNPROVEN),
+    Setting("kv_transfer_config", (None,), UNPROVEN),
     Setting("use_v2_model_runner", (False,), "its sampler is not routed; set VLLM_USE_V2_MODEL_RUNNER=0"),
     Setting("parallel_config.tensor_parallel_size", (1,), "vLLM's collectives add in rank order"),
-    Setting("parallel_config.pipeline_parallel_size", (1,), _UNPROVEN),
+    Setting("parallel_config.pipeline_parallel_size", (1,), UNPROVEN),
     Setting("parallel_config.prefill_context_parallel_size", (1,), "partial attention outputs would be merged"),
     Setting("parallel_config.decode_context_parallel_size", (1,), "partial attention outputs would be merged"),
-    Setting("parallel_config.enable_expert_parallel", (False,), _UNPROVEN),
-    Setting("parallel_config.enable_dbo", (False,), _UNPROVEN),
+    Setting("parallel_config.enable_expert_parallel", (False,), UNPROVEN),
+    Setting("parallel_config.enable_dbo", (False,), UNPROVEN),
 )
 
-_TEXT_ONLY = (Setting("model_config.multimodal_config", (None,), _UNROUTED),)
+_TEXT_ONLY = (Setting("model_config.multimodal_config", (None,), UNROUTED),)
 _LANGUAGE_MODEL = (
     Setting("model_config.multimodal_config.language_model_only", (True,), "the vision tower is outside the op library"),
     Setting("model_config.multimodal_config.enable_mm_embeds", (False,), "the trainer computes embeddings from token ids"),
@@ -57,12 +45,12 @@ _LANGUAGE_MODEL = (
 _HYBRID = (
     Setting("cache_config.mamba_cache_dtype", ("auto", "bfloat16"), "the convolution's window holds bf16 inputs"),
     Setting("cache_config.mamba_ssm_cache_dtype", ("float32", "auto"), "a rounded recurrent state would depend on how a prompt is split"),
-    Setting("cache_config.mamba_cache_mode", ("none", "align"), _UNPROVEN),
+    Setting("cache_config.mamba_cache_mode", ("none", "align"), UNPROVEN),
 )
 _EXPERTS = (
     Setting("parallel_config.enable_eplb", (False,), "experts would move between ranks, and the combine's groups with them"),
     Setting("parallel_config.data_parallel_size", (1,), "vLLM would split each expert over the data-parallel ranks"),
-    Setting("kernel_config.moe_backend", (None, "auto"), _UNROUTED),
+    Setting("kernel_config.moe_backend", (None, "auto"), UNROUTED),
 )
 
 _LATENT = (Setting("model_config.use_mla", (False,), "the absorbed form adds in another order than the trainer"),)
@@ -76,43 +64,6 @@ ENGINE_OF: dict[str, tuple[Setting, ...]] = {
     "Qwen3_5MoeForCausalLM": _TEXT_ONLY + _HYBRID + _EXPERTS,
     "Qwen3_5MoeForConditionalGeneration": _LANGUAGE_MODEL + _HYBRID + _EXPERTS,
     "Glm4MoeLiteForCausalLM": _TEXT_ONLY + _EXPERTS + _LATENT,
-}
-
-_COMMON = (
-    Setting("hidden_act", ("silu",), _UNROUTED),
-    Setting("attention_bias", (None, False), "the model function has no bias"),
-    Setting("is_causal", (None, True), "attention is causal in the trainer"),
-    Setting("use_sliding_window", (None, False), _UNPROVEN),
-    Setting("dual_chunk_attention_config", (None,), _UNROUTED),
-    Setting("rope_parameters.rope_type", (None, "default"), "the rope table is computed from positions and theta alone"),
-)
-_QWEN3 = (*_COMMON, Setting("rope_parameters.partial_rotary_factor", (None, 1.0), "Qwen3 rotates whole heads"))
-_QWEN3_5 = (
-    *_COMMON,
-    Setting("qkv_bias", (None, False), "the model function has no bias"),
-    Setting("attn_output_gate", (None, True), "the model function has the gate"),
-    Setting("output_gate_type", (None, "silu", "swish"), "the output norm's gate is silu"),
-    Setting("layer_scale", (None, False), "the model function has no layer scale"),
-)
-_RENORMALISED = Setting("norm_topk_prob", (None, True), "the trainer's router always renormalises")
-_QWEN3_5_MOE = (*_QWEN3_5, _RENORMALISED)
-_GLM4_MOE_LITE = (
-    *_COMMON,
-    _RENORMALISED,
-    Setting("rope_parameters.partial_rotary_factor", (None, 1.0), "the rotary channels of a head all rotate"),
-    Setting("rope_interleave", (None, True), "the model function turns neighbouring channels"),
-    Setting("moe_layer_freq", (None, 1), "every layer after the dense ones is sparse in the trainer"),
-)
-
-#: HF architecture -> paths into the model's HF text config.
-ARCHITECTURES: dict[str, tuple[Setting, ...]] = {
-    "Qwen3ForCausalLM": _QWEN3,
-    "Qwen3MoeForCausalLM": _QWEN3,
-    "Qwen3_5ForCausalLM": _QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
-    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
-    "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
 }
 
 #: Paths into vLLM's ``SamplingParams``.
@@ -142,9 +93,9 @@ def check(contract: ExecutionContract, config) -> None:
     Raises:
         ContractError: names the setting, what was expected, what was found and what to do.
     """
-    if contract.architecture not in ARCHITECTURES:
+    if contract.architecture not in ENGINE_OF:
         raise ContractError(
-            f"architecture: the vLLM runtime runs {', '.join(ARCHITECTURES)}, the contract names {contract.architecture}; "
+            f"architecture: the vLLM runtime runs {', '.join(ENGINE_OF)}, the contract names {contract.architecture}; "
             "build the contract for one of these"
         )
     from vllm.platforms import current_platform
@@ -159,11 +110,9 @@ def check(contract: ExecutionContract, config) -> None:
         raise ContractError(
             f"architecture: the contract names {contract.architecture}, the checkpoint {found}; load the model that the contract is for"
         )
-    for setting in (*ENGINE, *ENGINE_OF[contract.architecture]):
-        _check(setting, config)
+    check_settings((*ENGINE, *ENGINE_OF[contract.architecture]), config)
     text_config = config.model_config.hf_text_config
-    for setting in ARCHITECTURES[contract.architecture]:
-        _check(setting, text_config)
+    check_checkpoint(contract.architecture, text_config)
     _check_numerics(contract, text_config)
 
 
@@ -217,8 +166,7 @@ def check_request(params) -> None:
     """
     if type(params).__name__ != "SamplingParams":
         raise ContractError(f"request: expected SamplingParams, found {type(params).__name__}; only generation has logprobs")
-    for setting in REQUEST:
-        _check(setting, params)
+    check_settings(REQUEST, params)
     greedy = params.temperature == 0
     if greedy and (params.logprobs is not None or params.logprob_token_ids):
         raise ContractError(
@@ -234,18 +182,3 @@ def check_request(params) -> None:
             f"prompt_logprobs: expected None at temperature {params.temperature}, found {params.prompt_logprobs}: vLLM takes prompt "
             "logprobs at temperature 1; set temperature=1.0, or drop prompt_logprobs"
         )
-
-
-def _check(setting: Setting, root) -> None:
-    found = functools.reduce(_step, setting.path.split("."), root)
-    if not any(found is value or (type(found) is type(value) and found == value) for value in setting.allowed):
-        expected = " or ".join(map(repr, setting.allowed))
-        raise ContractError(
-            f"{setting.path}: expected {expected}, found {found!r}: {setting.otherwise}; set it to {setting.allowed[0]!r}, "
-            "or unset ISOEXEC_CONTRACT to run upstream's kernels"
-        )
-
-
-def _step(value, name: str):
-    """Attribute or key ``name``; None where there is none (HF configs leave out what is at its default)."""
-    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)

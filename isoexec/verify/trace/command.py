@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from isoexec.contract import ContractError
+from isoexec.verify.arguments import check_model, positive
 from isoexec.verify.trace.page import page
 from isoexec.verify.trace.report import Report, as_json, lines, open_report
 
@@ -36,8 +37,8 @@ def add_verbs(parser, formatter) -> None:
     )
     run.add_argument("--prompts", type=int, default=8, metavar="N", help="prompts of 1 to 300 tokens (default: %(default)s)")
     run.add_argument("--tokens", type=int, default=8, metavar="N", help="new tokens for each prompt (default: %(default)s)")
-    run.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of both sides (default: %(default)s)")
-    run.add_argument("--trainer-temperature", type=float, metavar="T", help="of the trainer, if another")
+    run.add_argument("--temperature", type=positive, default=1.0, metavar="T", help="of both sides (default: %(default)s)")
+    run.add_argument("--trainer-temperature", type=positive, metavar="T", help="of the trainer, if another")
     run.add_argument(
         "--pass", dest="scoring", choices=("score", "forward", "recompute"), default="score", help="of the trainer (default: %(default)s)"
     )
@@ -47,7 +48,7 @@ def add_verbs(parser, formatter) -> None:
         default="state",
         help="layers: the residual stream only; ops: every op; state: also caches and recurrent states (default: %(default)s)",
     )
-    run.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
+    run.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
     run.add_argument(
         "--out", default="out", metavar="FOLDER", help="for logs, and for the bundle where --bundle is not given (default: out)"
     )
@@ -70,6 +71,8 @@ def _compare(options) -> int:
 
 
 def _run(options) -> int:
+    for model in (options.model, options.trainer_model):
+        check_model(model)
     from isoexec.verify.trace.session import run
 
     found, file, notes = run(options)
