@@ -74,11 +74,7 @@ def decoder_layer(
     Returns:
         (x_TD, residual_TD), not yet added.
     """
-    if residual_TD is None:
-        residual_TD = x_TD
-        x_TD = norm.rms_norm(x_TD, layer.input_norm, layer.eps)
-    else:
-        x_TD, residual_TD = norm.add_rms_norm(x_TD, residual_TD, layer.input_norm, layer.eps)
+    x_TD, residual_TD = qwen3.input_norm(x_TD, residual_TD, layer.input_norm, layer.eps)
     x_TD = attention_block(x_TD, layer.attention, rope_table, attend, numerics, tp)
     x_TD, residual_TD = norm.add_rms_norm(x_TD, residual_TD, layer.post_attention_norm, layer.eps)
     if isinstance(layer.mlp, MLP):

@@ -59,14 +59,17 @@ def decoder_layer(
     Returns:
         (x_TD, residual_TD), not yet added.
     """
-    if residual_TD is None:
-        residual_TD = x_TD
-        x_TD = norm.rms_norm(x_TD, layer.input_norm, layer.eps)
-    else:
-        x_TD, residual_TD = norm.add_rms_norm(x_TD, residual_TD, layer.input_norm, layer.eps)
+    x_TD, residual_TD = input_norm(x_TD, residual_TD, layer.input_norm, layer.eps)
     x_TD = attention_block(x_TD, layer, rope_table, attend, numerics, tp)
     x_TD, residual_TD = norm.add_rms_norm(x_TD, residual_TD, layer.post_attention_norm, layer.eps)
     return mlp_block(x_TD, layer.gate_up, layer.down, numerics, tp), residual_TD
+
+
+def input_norm(x_TD: Tensor, residual_TD: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """First norm of a layer; adds the residual stream, or begins it where there is none."""
+    if residual_TD is None:
+        return norm.rms_norm(x_TD, weight, eps), x_TD
+    return norm.add_rms_norm(x_TD, residual_TD, weight, eps)
 
 
 def attention_block(x_TD, layer: Qwen3Layer, rope_table, attend, numerics: Numerics, tp=None) -> Tensor:
@@ -89,6 +92,4 @@ def mlp_block(x_TD, gate_up, down, numerics: Numerics, tp=None) -> Tensor:
 
 def final_norm(x_TD: Tensor, residual_TD: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Last norm; adds the residual stream when it is still apart."""
-    if residual_TD is None:
-        return norm.rms_norm(x_TD, weight, eps)
-    return norm.add_rms_norm(x_TD, residual_TD, weight, eps)[0]
+    return input_norm(x_TD, residual_TD, weight, eps)[0]

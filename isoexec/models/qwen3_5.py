@@ -83,7 +83,7 @@ def attention_layer(
     Returns:
         (x_TD, residual_TD), not yet added.
     """
-    x_TD, residual_TD = input_norm(x_TD, residual_TD, layer)
+    x_TD, residual_TD = input_norm(x_TD, residual_TD, layer.input_norm, layer.eps)
     x_TD = attention_block(x_TD, layer.mixer, rope_table, attend, numerics, tp)
     x_TD, residual_TD = post_attention_norm(x_TD, residual_TD, layer)
     return qwen3.mlp_block(x_TD, *layer.mlp, numerics, tp), residual_TD
@@ -99,17 +99,17 @@ def gdn_layer(
     tp: collective.TensorParallel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A Gated DeltaNet layer on the residual stream; ``convolve`` and ``mix`` as :func:`gdn_block`, the rest as :func:`attention_layer`."""
-    x_TD, residual_TD = input_norm(x_TD, residual_TD, layer)
+    x_TD, residual_TD = input_norm(x_TD, residual_TD, layer.input_norm, layer.eps)
     x_TD = gdn_block(x_TD, layer.mixer, convolve, mix, numerics, tp)
     x_TD, residual_TD = post_attention_norm(x_TD, residual_TD, layer)
     return qwen3.mlp_block(x_TD, *layer.mlp, numerics, tp), residual_TD
 
 
-def input_norm(x_TD, residual_TD, layer) -> tuple[Tensor, Tensor]:
-    """First norm of a layer; adds the residual stream when it is still apart."""
+def input_norm(x_TD: Tensor, residual_TD: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """First norm of a layer; adds the residual stream, or begins it where there is none."""
     if residual_TD is None:
-        return norm.zero_centered_rms_norm(x_TD, layer.input_norm, layer.eps), x_TD
-    return norm.add_zero_centered_rms_norm(x_TD, residual_TD, layer.input_norm, layer.eps)
+        return norm.zero_centered_rms_norm(x_TD, weight, eps), x_TD
+    return norm.add_zero_centered_rms_norm(x_TD, residual_TD, weight, eps)
 
 
 def post_attention_norm(x_TD, residual_TD, layer) -> tuple[Tensor, Tensor]:
@@ -160,6 +160,4 @@ def split_heads(qkv_TC: Tensor, mixer: GatedDeltaNet) -> tuple[Tensor, Tensor, T
 
 def final_norm(x_TD: Tensor, residual_TD: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Last norm; adds the residual stream when it is still apart."""
-    if residual_TD is None:
-        return norm.zero_centered_rms_norm(x_TD, weight, eps)
-    return norm.add_zero_centered_rms_norm(x_TD, residual_TD, weight, eps)[0]
+    return input_norm(x_TD, residual_TD, weight, eps)[0]

@@ -35,7 +35,7 @@ class Qwen35MoELayer(NamedTuple):
 
 def attention_layer(x_TD, residual_TD, layer: Qwen35MoELayer, rope_table, attend, numerics: Numerics, tp=None, ep=None, on_route=None):
     """:func:`isoexec.models.qwen3_5.attention_layer` with :func:`moe_block`."""
-    x_TD, residual_TD = qwen3_5.input_norm(x_TD, residual_TD, layer)
+    x_TD, residual_TD = qwen3_5.input_norm(x_TD, residual_TD, layer.input_norm, layer.eps)
     x_TD = qwen3_5.attention_block(x_TD, layer.mixer, rope_table, attend, numerics, tp)
     x_TD, residual_TD = qwen3_5.post_attention_norm(x_TD, residual_TD, layer)
     return moe_block(x_TD, layer, numerics, tp, ep, on_route), residual_TD
@@ -43,7 +43,7 @@ def attention_layer(x_TD, residual_TD, layer: Qwen35MoELayer, rope_table, attend
 
 def gdn_layer(x_TD, residual_TD, layer: Qwen35MoELayer, convolve, mix, numerics: Numerics, tp=None, ep=None, on_route=None):
     """:func:`isoexec.models.qwen3_5.gdn_layer` with :func:`moe_block`."""
-    x_TD, residual_TD = qwen3_5.input_norm(x_TD, residual_TD, layer)
+    x_TD, residual_TD = qwen3_5.input_norm(x_TD, residual_TD, layer.input_norm, layer.eps)
     x_TD = qwen3_5.gdn_block(x_TD, layer.mixer, convolve, mix, numerics, tp)
     x_TD, residual_TD = qwen3_5.post_attention_norm(x_TD, residual_TD, layer)
     return moe_block(x_TD, layer, numerics, tp, ep, on_route), residual_TD

@@ -64,11 +64,7 @@ def decoder_layer(
 ) -> tuple[Tensor, Tensor]:
     """One sparse layer on the residual stream; arguments as :func:`isoexec.models.qwen3.decoder_layer`, ``ep`` and ``on_route`` as
     :func:`sparse_mlp_block`."""
-    if residual_TD is None:
-        residual_TD = x_TD
-        x_TD = norm.rms_norm(x_TD, layer.input_norm, layer.eps)
-    else:
-        x_TD, residual_TD = norm.add_rms_norm(x_TD, residual_TD, layer.input_norm, layer.eps)
+    x_TD, residual_TD = qwen3.input_norm(x_TD, residual_TD, layer.input_norm, layer.eps)
     x_TD = qwen3.attention_block(x_TD, layer, rope_table, attend, numerics, tp)
     x_TD, residual_TD = norm.add_rms_norm(x_TD, residual_TD, layer.post_attention_norm, layer.eps)
     return sparse_mlp_block(x_TD, layer.mlp, numerics, ep=ep, on_route=on_route), residual_TD

@@ -87,9 +87,9 @@ def open_engine(contract_file):
 
 @pytest.fixture(scope="module")
 def opened(request, made, open_engine):
-    """``with opened(**shape) as engine``: of the module's ARCHITECTURE, else of the dense one."""
+    """``with opened(**shape) as engine``: of the module's ARCHITECTURE, else of the dense one; another checkpoint of it may come first."""
     folder, contract = made(getattr(request.module, "ARCHITECTURE", DENSE))
-    return lambda **shape: open_engine(folder, **({"contract": contract} | shape))
+    return lambda model=folder, **shape: open_engine(model, **({"contract": contract} | shape))
 
 
 @pytest.fixture(scope="module")

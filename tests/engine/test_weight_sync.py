@@ -20,12 +20,6 @@ ALONE = (5, 8, 9)
 
 
 @pytest.fixture(scope="module")
-def opened(made, open_engine):
-    folder, contract = made(ARCHITECTURE)
-    return lambda folder=folder, **shape: open_engine(folder, contract=contract, **shape)
-
-
-@pytest.fixture(scope="module")
 def first(made):
     return made(ARCHITECTURE)[0]
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from isoexec.contract import ContractError, ExecutionContract
 from isoexec.contract.settings import UNROUTED, Setting, check_settings
-from isoexec.runtimes import compose, live
+from isoexec.runtimes import activation
 
 _OTHER = "the architecture would be another one"
 
@@ -216,12 +216,6 @@ def _check_experts(contract: ExecutionContract, config) -> None:
 
 
 def activate(contract: ExecutionContract, config) -> None:
-    """:func:`check`, and that the ops installed are the contract's; then prepare the process.
-
-    One torch thread on the CPU: a second one would split reductions.
-    """
+    """:func:`check`, and :func:`isoexec.runtimes.activation.activate`."""
     check(contract, config)
-    compose.check_installed(contract)
-    live.publish(contract, "trainer")
-    if contract.backend == "cpu":
-        torch.set_num_threads(1)
+    activation.activate(contract, "trainer")

@@ -7,7 +7,7 @@ import torch
 from isoexec.contract import ContractError, ExecutionContract
 from isoexec.contract.checkpoints import check_checkpoint
 from isoexec.contract.settings import UNPROVEN, UNROUTED, Setting, check_settings
-from isoexec.runtimes import compose, live
+from isoexec.runtimes import activation
 
 _DISTRIBUTION = "the logprob returned must be of the distribution sampled, which the trainer computes from the logits alone"
 
@@ -137,19 +137,9 @@ def _check_numerics(contract: ExecutionContract, text_config) -> None:
 
 
 def activate(contract: ExecutionContract, config) -> None:
-    """:func:`check`, and that the ops installed are the contract's; then prepare the process.
-
-    One torch thread on the CPU: a second one would split reductions.
-    """
+    """:func:`check`, and :func:`isoexec.runtimes.activation.activate`."""
     check(contract, config)
-    compose.check_installed(contract)
-    live.publish(contract, "engine")
-    if contract.backend == "cpu":
-        torch.set_num_threads(1)
-        if torch.get_num_threads() != 1:  # vLLM disables the call once a worker of this process has started
-            raise ContractError(
-                f"torch.get_num_threads(): expected 1, found {torch.get_num_threads()}; start the process with OMP_NUM_THREADS=1"
-            )
+    activation.activate(contract, "engine")
 
 
 def check_request(params) -> None:
