@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     heads: tuple[tuple[int, int, int], ...]
 
 
-SMALL = Sizes(70, 256, 64, 1000, 16, 4, ((4, 2, 64), (4, 2, 128)))
+SMALL = Sizes(70, 256, 64, 1000, 16, 4, ((4, 2, 64), (4, 2, 128), (4, 2, 256)))
 MODEL = Sizes(1024, 2048, 512, 248320, 256, 8, ((16, 4, 64), (32, 8, 128), (16, 16, 192), (16, 2, 256)))
 
 
@@ -102,7 +102,7 @@ def _products(sizes, device, new):
 
 def _attention(sizes, device, new):
     T, page = sizes.T, 16
-    cu = torch.tensor([0, T // 2, T // 2, T], dtype=torch.int32, device=device)
+    cu = torch.tensor([0, T // 2 - 2, T // 2 - 2, T], dtype=torch.int32, device=device)
     pages = -(-T // page)
     table = torch.arange(3 * pages, dtype=torch.int32, device=device).view(3, -1)
     lens = cu[1:] - cu[:-1]
@@ -117,7 +117,10 @@ def _attention(sizes, device, new):
         )
         if K in triton_backward.TILES:
             lse = torch.zeros(H, T, device=device)
-            yield f"attention gradients {K}", lambda q=q, k=k, v=v, K=K, lse=lse: triton_backward.gradients(q, q, k, v, cu, q, lse, K**-0.5, T)
+            for name, budget in (("saved", triton_backward.SAVED_BYTES), ("computed again", 0)):
+                yield f"attention gradients {K}, {name}", lambda q=q, k=k, v=v, K=K, lse=lse, budget=budget: triton_backward.gradients(
+                    q, q, k, v, cu, q, lse, K**-0.5, T, budget
+                )
 
 
 def _experts(sizes, device, new):

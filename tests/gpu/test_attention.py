@@ -186,18 +186,40 @@ def test_gradients(random, hardware, H, G, K):
         assert_bit_equal(g, second, "gradient of a second run")
 
 
-@pytest.mark.parametrize("H,G,K", [heads for heads in HEADS if heads[2] in triton_backward.TILES])
-def test_triton_gradients(random, device, H, G, K):
-    """Of views, too: heads of one projection, tokens apart."""
+def _forms():
+    """(heads, which pass leaves dS in memory, key heads whose tiles fit): as routed, one key head at a time, and nothing saved."""
+    for heads in HEADS:
+        if heads[2] in triton_backward.TILES:
+            by_keys = triton_backward.TILES[heads[2]].by_keys
+            yield from ((heads, by_keys, groups) for groups in (None, 1, 0))
+            if INTERPRET:  # the other pass, which another head size takes
+                yield heads, not by_keys, None
+
+
+@pytest.mark.parametrize("heads,by_keys,groups", _forms())
+def test_triton_gradients(random, device, heads, by_keys, groups, monkeypatch):
+    """Of views, too: heads of one projection, tokens apart. No sequence begins at a multiple of the tiles."""
+    H, G, K = heads
+    monkeypatch.setitem(triton_backward.TILES, K, triton_backward.TILES[K]._replace(by_keys=by_keys))
     batch = Batch(random, H, G, K, device)
     grad = random(*batch.q.shape)
     out, lse = portable.attend(batch.q, batch.k, batch.v, batch.cu, batch.scale, 64, longest_q=max(LENGTHS))
+    rest = batch.cu, out, lse, batch.scale, max(LENGTHS)
+    each = triton_backward.tile_bytes(H // G, K, len(batch.q), len(LENGTHS), max(LENGTHS))
+    budget = triton_backward.SAVED_BYTES if groups is None else groups * each
+
+    def run(grad, q, k, v):
+        return triton_backward.gradients(grad, q, k, v, *rest, budget=budget)
+
     packed = torch.cat([batch.q, batch.k, batch.v], 1)
     for q, k, v in ((batch.q, batch.k, batch.v), packed.split([H, G, G], 1)):
-        got = triton_backward.gradients(grad, q, k, v, batch.cu, out, lse, batch.scale, max(LENGTHS))
+        got = run(grad, q, k, v)
         for name, g, want in zip("qkv", got, _doubles(batch, grad, H, G)):
             assert (g - want).norm() <= 8e-3 * want.norm(), name
-    moved = triton_backward.gradients(nudge(grad, (LENGTHS[0] - 1) * H * K + 5, 64), q, k, v, batch.cu, out, lse, batch.scale, max(LENGTHS))
+    moved = run(nudge(grad, (LENGTHS[0] - 1) * H * K + 5, 64), q, k, v)
     assert not any(bit_equal(a, b) for a, b in zip(moved, got))
     for a, b in zip(moved, got):
         assert_bit_equal(a[LENGTHS[0] :], b[LENGTHS[0] :], "other sequences")
+    if not INTERPRET:
+        for a, b in zip(run(grad, q, k, v), got):
+            assert_bit_equal(a, b, "gradient of a second run")

@@ -1,27 +1,50 @@
-"""Gradients of packed causal attention in Triton, from the output and the log-sum-exp: two passes, no atomics, the same bits in every run.
+"""Gradients of packed causal attention in Triton, from the output and the log-sum-exp: no atomics, the same bits in every run.
 
-One program owns a block of keys of one key head (their gradients are sums over all of its query heads, ascending), one a block of queries of
-one head. The probabilities are recomputed: P = exp(scale q k^T - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K,
-dK = scale dS^T Q (FlashAttention 2, arXiv 2307.08691).
+P = exp(scale q k^T - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale dS^T Q (FlashAttention 2,
+arXiv 2307.08691). One program owns a block of keys of one key head (its gradients are sums over all of its query heads, ascending), or a
+block of queries of one head. The pass that computes dS first leaves it in memory as the bf16 operand that it is, in tiles of 128 queries
+and 128 keys, so that the other side's gradients are one product each; for heads of 256 channels, whose two sums by keys would leave no room
+for the products, that pass goes by queries and leaves P too. Where the tiles of one key head exceed a bound, both passes compute P and dS.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from isoexec.ops._core.rows import power_of_two
 from isoexec.ops._core.triton_math import COMPILE, dot, dot_add
 
-#: Head sizes with tiles: head size -> (queries, keys, warps, stages) of the pass over keys and of the pass over queries.
-TILES = {
-    32: ((64, 64, 4, 2), (64, 64, 4, 2)),
-    64: ((64, 128, 8, 2), (128, 64, 8, 3)),
-    128: ((64, 64, 4, 2), (128, 64, 8, 3)),
-    256: ((64, 64, 8, 2), (128, 32, 8, 3)),
-}
+#: Bytes of dS (and P) that lie in memory at once: more key heads take their turns.
+SAVED_BYTES = 6 << 30
+_TILE = tl.constexpr(128)  # queries and keys of a tile in memory
+_STEP = tl.constexpr(64)  # rows of a tile that a product takes at once
 _LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Tiles(NamedTuple):
+    """(queries, keys, warps, stages) of the passes by keys and by queries; (warps, stages) of a product with what was saved.
+
+    ``by_keys``: whether the pass by keys is the one that leaves dS in memory; it takes blocks of 64 then, the one by queries blocks of 128.
+    """
+
+    keys: tuple[int, int, int, int]
+    queries: tuple[int, int, int, int]
+    saved: tuple[int, int]
+    by_keys: bool
+
+
+#: Head sizes with tiles.
+TILES = {
+    32: Tiles((64, 64, 4, 2), (128, 64, 4, 2), (4, 2), True),
+    64: Tiles((64, 64, 4, 2), (128, 64, 8, 3), (4, 3), True),
+    128: Tiles((64, 64, 4, 2), (128, 64, 8, 3), (4, 3), True),
+    256: Tiles((64, 64, 8, 2), (128, 64, 8, 1), (8, 3), False),
+}
 
 
 @triton.jit
@@ -36,7 +59,31 @@ def delta_kernel(grad, out, delta, T, H: tl.constexpr, K: tl.constexpr, R: tl.co
 
 
 @triton.jit
-def _keys_step(q, grad, lse, delta, k, v, dk, dv, start, new, first, head, key, T, scale, K: tl.constexpr, BM: tl.constexpr):
+def _first_tile(cu_seqlens, b, N: tl.constexpr):
+    """Tiles of one head's sequences before ``b``; a sequence has those on and below the diagonal."""
+    i = tl.arange(0, N)
+    before = i < b
+    lengths = tl.load(cu_seqlens + i + 1, mask=before, other=0) - tl.load(cu_seqlens + i, mask=before, other=0)
+    blocks = tl.cdiv(lengths, _TILE)
+    return tl.sum(blocks * (blocks + 1) // 2, 0)
+
+
+@triton.jit
+def _tile(first_tile, query, key):
+    """Tile of a query and a key of the sequence."""
+    m = query // _TILE
+    return first_tile + m * (m + 1) // 2 + key // _TILE
+
+
+@triton.jit
+def _inside(x):
+    """Row or column of a query or key within its tile."""
+    return x - x // _TILE * _TILE
+
+
+@triton.jit
+def _keys_step(q, grad, lse, delta, k, v, saved, row, dk, dv, start, new, first, head, key, T, scale, K: tl.constexpr, BM: tl.constexpr,
+               SAVE: tl.constexpr):  # fmt: skip
     """Adds one block of queries, ``first`` of the sequence and on, to the gradients of a block of keys."""
     i = first + tl.arange(0, BM)
     real = i < new
@@ -48,16 +95,22 @@ def _keys_step(q, grad, lse, delta, k, v, dk, dv, start, new, first, head, key, 
     visible = (key[:, None] <= i[None, :]) & real[None, :]
     p_NM = tl.where(visible, tl.exp2(dot(k, tl.trans(q_MK)) * (scale * _LOG2E) - l_M[None, :]), 0.0)
     dv = dot_add(p_NM.to(tl.bfloat16), g_MK, dv)
-    ds_NM = tl.where(visible, p_NM * (dot(v, tl.trans(g_MK)) - d_M[None, :]), 0.0)
-    return dot_add(ds_NM.to(tl.bfloat16), q_MK, dk), dv
+    ds_NM = tl.where(visible, p_NM * (dot(v, tl.trans(g_MK)) - d_M[None, :]), 0.0).to(tl.bfloat16)
+    if SAVE:  # by plain stores: the copy engine's, whose buffer all warps wait for, took longer
+        rows = (row + tl.arange(0, ds_NM.shape[0])).to(tl.int64)
+        columns = tl.multiple_of(_inside(first), BM) + tl.arange(0, BM)
+        tl.store(saved + rows[:, None] * _TILE + columns[None, :], ds_NM)
+    return dot_add(ds_NM, q_MK, dk), dv
 
 
 @triton.jit
-def keys_kernel(q, keys, values, grad, lse, delta, grad_k, grad_v, cu_seqlens, T, scale, G: tl.constexpr, REPEAT: tl.constexpr,
-                K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Program (sequence and key head, block of keys); the blocks with most queries come first."""
-    b = tl.program_id(0) // G
-    g = tl.program_id(0) % G
+def keys_kernel(q, keys, values, grad, lse, delta, saved, grad_k, grad_v, cu_seqlens, T, scale, tiles, first_group, groups, G: tl.constexpr,
+                REPEAT: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, N: tl.constexpr,
+                SAVE: tl.constexpr):  # fmt: skip
+    """Program (sequence and key head, block of keys); the blocks with most queries come first. ``SAVE``: dS transposed to ``saved``."""
+    b = tl.program_id(0) // groups
+    local = tl.program_id(0) % groups
+    g = first_group + local
     start = tl.load(cu_seqlens + b)
     new = tl.load(cu_seqlens + b + 1) - start
     n = tl.program_id(1) * BN
@@ -67,16 +120,26 @@ def keys_kernel(q, keys, values, grad, lse, delta, grad_k, grad_v, cu_seqlens, T
         v = values.load([start + n, g * K])
         dk = tl.zeros([BN, K], dtype=tl.float32)
         dv = tl.zeros([BN, K], dtype=tl.float32)
-        for r in range(REPEAT):
-            for first in range(n, new, BM):
-                dk, dv = _keys_step(q, grad, lse, delta, k, v, dk, dv, start, new, first, g * REPEAT + r, key, T, scale, K, BM)
+        low = n
+        first_tile = 0
+        if SAVE:  # whole tiles: what no query sees is zero
+            low = n // _TILE * _TILE
+            first_tile = local * REPEAT * tiles + _first_tile(cu_seqlens, b, N)
+        steps = tl.cdiv(new - low, BM)
+        for t in range(REPEAT * steps):
+            r = t // steps
+            first = low + (t - r * steps) * BM
+            row = _tile(first_tile + r * tiles, first, n) * _TILE + _inside(n)
+            head = g * REPEAT + r
+            dk, dv = _keys_step(q, grad, lse, delta, k, v, saved, row, dk, dv, start, new, first, head, key, T, scale, K, BM, SAVE)
         at = ((start + key).to(tl.int64) * G + g)[:, None] * K + tl.arange(0, K)[None, :]
         tl.store(grad_k + at, (dk * scale).to(grad_k.dtype.element_ty), mask=(key < new)[:, None])
         tl.store(grad_v + at, dv.to(grad_v.dtype.element_ty), mask=(key < new)[:, None])
 
 
 @triton.jit
-def _queries_step(keys, values, q, g, l_M, d_M, dq, start, first, column, i, scale, BN: tl.constexpr, MASK: tl.constexpr):
+def _queries_step(keys, values, q, g, l_M, d_M, p, ds, first_tile, dq, start, first, m, column, i, scale, BN: tl.constexpr,
+                  MASK: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
     """Adds one block of keys to the gradients of a block of queries."""
     k_NK = keys.load([start + first, column])
     v_NK = values.load([start + first, column])
@@ -86,34 +149,78 @@ def _queries_step(keys, values, q, g, l_M, d_M, dq, start, first, column, i, sca
     ds_MN = p_MN * (dot(g, tl.trans(v_NK)) - d_M[:, None])
     if MASK:
         ds_MN = tl.where((first + tl.arange(0, BN))[None, :] <= i[:, None], ds_MN, 0.0)
-    return dot_add(ds_MN.to(tl.bfloat16), k_NK, dq)
+    rounded = ds_MN.to(tl.bfloat16)
+    if SAVE:
+        row = _tile(first_tile, m, first) * _TILE
+        p.store([row, _inside(first)], p_MN.to(tl.bfloat16))
+        ds.store([row, _inside(first)], rounded)
+    return dot_add(rounded, k_NK, dq)
 
 
 @triton.jit
-def queries_kernel(q, keys, values, grad, lse, delta, grad_q, cu_seqlens, T, scale, H: tl.constexpr, REPEAT: tl.constexpr, K: tl.constexpr,
-                   BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Program (sequence and head, block of queries); the blocks that see most keys come first."""
-    b = tl.program_id(0) // H
-    head = tl.program_id(0) % H
+def queries_kernel(q, keys, values, grad, lse, delta, p, ds, grad_q, cu_seqlens, T, scale, tiles, first_head, heads, H: tl.constexpr,
+                   REPEAT: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, N: tl.constexpr,
+                   SAVE: tl.constexpr):  # fmt: skip
+    """Program (sequence and head, block of queries); the blocks that see most keys come first. ``SAVE``: P and dS to ``p`` and ``ds``."""
+    b = tl.program_id(0) // heads
+    local = tl.program_id(0) % heads
+    head = first_head + local
     start = tl.load(cu_seqlens + b)
     new = tl.load(cu_seqlens + b + 1) - start
-    m = tl.cdiv(new, BM) - 1 - tl.program_id(1)
-    if m >= 0:
-        i = m * BM + tl.arange(0, BM)
+    block = tl.cdiv(new, BM) - 1 - tl.program_id(1)
+    if block >= 0:
+        m = block * BM
+        i = m + tl.arange(0, BM)
         at = head * T + start + i
-        l_M = tl.load(lse + at, mask=i < new, other=0.0) * _LOG2E
+        l_M = tl.load(lse + at, mask=i < new, other=float("inf")) * _LOG2E  # P of a row that does not exist is zero
         d_M = tl.load(delta + at, mask=i < new, other=0.0)
-        q_MK = q.load([start + m * BM, head * K])
-        g_MK = grad.load([start + m * BM, head * K])
+        q_MK = q.load([start + m, head * K])
+        g_MK = grad.load([start + m, head * K])
         dq = tl.zeros([BM, K], dtype=tl.float32)
         column = head // REPEAT * K
-        whole = m * BM // BN * BN
+        first_tile = 0
+        if SAVE:
+            first_tile = local * tiles + _first_tile(cu_seqlens, b, N)
+        whole = m // BN * BN
         for first in range(0, whole, BN):
-            dq = _queries_step(keys, values, q_MK, g_MK, l_M, d_M, dq, start, first, column, i, scale, BN, False)
-        for first in range(whole, tl.minimum(m * BM + BM, new), BN):
-            dq = _queries_step(keys, values, q_MK, g_MK, l_M, d_M, dq, start, first, column, i, scale, BN, True)
+            dq = _queries_step(keys, values, q_MK, g_MK, l_M, d_M, p, ds, first_tile, dq, start, first, m, column, i, scale, BN, False,
+                               SAVE)  # fmt: skip
+        for first in range(whole, tl.minimum(m + BM, new), BN):
+            dq = _queries_step(keys, values, q_MK, g_MK, l_M, d_M, p, ds, first_tile, dq, start, first, m, column, i, scale, BN, True,
+                               SAVE)  # fmt: skip
         place = ((start + i).to(tl.int64) * H + head)[:, None] * K + tl.arange(0, K)[None, :]
         tl.store(grad_q + place, (dq * scale).to(grad_q.dtype.element_ty), mask=(i < new)[:, None])
+
+
+@triton.jit
+def saved_kernel(saved, rows, out, cu_seqlens, factor, tiles, first_head, heads, OUT: tl.constexpr, REPEAT: tl.constexpr, K: tl.constexpr,
+                 N: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """Saved tiles, transposed, times rows of q or grad (``KEYS``: for a block of keys) or of the keys, whose tiles have keys for rows.
+
+    Program (sequence and head of ``out`` [T, OUT, K], block), the longest sums first.
+    """
+    b = tl.program_id(0) // heads
+    local = tl.program_id(0) % heads
+    head = first_head + local
+    start = tl.load(cu_seqlens + b)
+    new = tl.load(cu_seqlens + b + 1) - start
+    blocks = tl.cdiv(new, _TILE)
+    block = tl.program_id(1) if KEYS else blocks - 1 - tl.program_id(1)
+    if (block >= 0) & (block < blocks):
+        own = block * _TILE
+        total = tl.zeros([_TILE, K], dtype=tl.float32)
+        low = own if KEYS else 0
+        steps = tl.cdiv((new if KEYS else tl.minimum(own + _TILE, new)) - low, _STEP)
+        first_tile = _first_tile(cu_seqlens, b, N) + local * (REPEAT if KEYS else 1) * tiles
+        for t in range((REPEAT if KEYS else 1) * steps):
+            r = t // steps
+            first = low + (t - r * steps) * _STEP
+            tile = _tile(first_tile + r * tiles, first, own) if KEYS else _tile(first_tile, own, first)
+            column = (head * REPEAT + r if KEYS else head // REPEAT) * K
+            total = dot_add(tl.trans(saved.load([tile * _TILE + _inside(first), 0])), rows.load([start + first, column]), total)
+        i = own + tl.arange(0, _TILE)
+        place = ((start + i).to(tl.int64) * OUT + head)[:, None] * K + tl.arange(0, K)[None, :]
+        tl.store(out + place, (total * factor).to(out.dtype.element_ty), mask=(i < new)[:, None])
 
 
 def _rows(x, rows):
@@ -128,28 +235,101 @@ def _packed(x):
     return x if plain else x.contiguous()
 
 
-def gradients(grad, q, k, v, cu_seqlens, out, lse, scale, longest):
+def _tiles(T, sequences, longest):
+    """Bound of one head's tiles in memory, which needs no lengths."""
+    edge = _TILE.value
+    return (T // edge + sequences) * (triton.cdiv(longest, edge) + 1) // 2
+
+
+def tile_bytes(repeat, K, T, sequences, longest):
+    """Bytes of the tiles of one key head and its ``repeat`` query heads of ``K`` channels."""
+    return (1 if TILES[K].by_keys else 2) * repeat * _tiles(T, sequences, longest) * _TILE.value**2 * 2
+
+
+class _Saved(NamedTuple):
+    """Memory of tiles [tiles * 128, 128] bf16."""
+
+    x: torch.Tensor
+
+    def blocks(self, rows, columns):
+        return TensorDescriptor(self.x, list(self.x.shape), [self.x.shape[1], 1], [rows, columns])
+
+
+class _Problem:
+    """What every launch takes."""
+
+    def __init__(self, grad, q, k, v, cu_seqlens, lse, delta, scale, longest):
+        self.q, self.k, self.v, self.grad, self.lse, self.delta, self.cu, self.scale = q, k, v, grad, lse, delta, cu_seqlens, scale
+        (self.T, self.H, self.K), self.G = q.shape, k.shape[1]
+        self.repeat, self.sequences, self.longest = self.H // self.G, cu_seqlens.shape[0] - 1, longest
+        self.N, self.tiles, self.form = power_of_two(self.sequences), _tiles(self.T, self.sequences, longest), TILES[self.K]
+
+    def turns(self, budget):
+        """Ranges (first key head, number) whose saved tiles fit ``budget``; one of all, and False, where those of one key head do not."""
+        each = tile_bytes(self.repeat, self.K, self.T, self.sequences, self.longest)
+        if each > budget:
+            return [(0, self.G)], False
+        count = triton.cdiv(self.G, min(budget // max(each, 1), self.G))
+        bounds = [self.G * i // count for i in range(count + 1)]
+        return [(low, high - low) for low, high in zip(bounds, bounds[1:])], True
+
+    def memory(self, groups):
+        edge = _TILE.value
+        return _Saved(torch.empty(groups * self.repeat * self.tiles * edge, edge, dtype=torch.bfloat16, device=self.q.device))
+
+    def by_keys(self, saved, grads, first, groups):
+        BM, BN, warps, stages = self.form.keys
+        keys_kernel[self.sequences * groups, triton.cdiv(self.longest, BN)](
+            _rows(self.q, BM), _rows(self.k, BN), _rows(self.v, BN), _rows(self.grad, BM), self.lse, self.delta,
+            None if saved is None else saved.x, grads[1], grads[2], self.cu, self.T, self.scale, self.tiles, first, groups, self.G,
+            self.repeat, self.K, BM, BN, self.N,
+            saved is not None, num_warps=warps, num_stages=stages, **COMPILE,
+        )  # fmt: skip
+
+    def by_queries(self, saved, grads, first, groups):
+        BM, BN, warps, stages = self.form.queries
+        p, ds = (x.blocks(BM, BN) for x in saved) if saved else (None, None)
+        queries_kernel[self.sequences * groups * self.repeat, triton.cdiv(self.longest, BM)](
+            _rows(self.q, BM), _rows(self.k, BN), _rows(self.v, BN), _rows(self.grad, BM), self.lse, self.delta, p, ds, grads[0], self.cu,
+            self.T, self.scale, self.tiles, first * self.repeat, groups * self.repeat, self.H, self.repeat, self.K, BM, BN, self.N,
+            saved is not None, num_warps=warps, num_stages=stages, **COMPILE,
+        )  # fmt: skip
+
+    def with_saved(self, saved, rows, out, factor, first, groups, keys):
+        each, (warps, stages) = 1 if keys else self.repeat, self.form.saved
+        saved_kernel[self.sequences * groups * each, triton.cdiv(self.longest, _TILE.value)](
+            saved.blocks(_STEP.value, _TILE.value), _rows(rows, _STEP.value), out, self.cu, factor, self.tiles, first * each, groups * each,
+            out.shape[1], self.repeat, self.K, self.N, keys, num_warps=warps, num_stages=stages, **COMPILE,
+        )  # fmt: skip
+
+
+def gradients(grad, q, k, v, cu_seqlens, out, lse, scale, longest, budget=SAVED_BYTES):
     """Gradients (q, k, v) in their dtypes.
 
     Args:
         grad, q, out: [T, H, K] bf16; k, v: [T, G, K] bf16; cu_seqlens: [B + 1] int32; lse: [H, T] fp32.
         longest: bound of the sequences' lengths.
+        budget: bytes of dS and P in memory at once.
     """
-    (T, H, K), G = q.shape, k.shape[1]
+    T, H, K = q.shape
     grad, out = grad.contiguous(), out.contiguous()
     q, k, v = (_packed(x) for x in (q, k, v))
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     delta = torch.empty(H, T, dtype=torch.float32, device=q.device)
     R = 4096 // K
     delta_kernel[triton.cdiv(T * H, R),](grad, out, delta, T, H, K, R, num_warps=4, **COMPILE)
-    (BM, BN, warps, stages), sequences = TILES[K][0], cu_seqlens.shape[0] - 1
-    keys_kernel[sequences * G, triton.cdiv(longest, BN)](
-        _rows(q, BM), _rows(k, BN), _rows(v, BN), _rows(grad, BM), lse, delta, grads[1], grads[2], cu_seqlens, T, scale, G, H // G, K, BM, BN,
-        num_warps=warps, num_stages=stages, **COMPILE,
-    )  # fmt: skip
-    BM, BN, warps, stages = TILES[K][1]
-    queries_kernel[sequences * H, triton.cdiv(longest, BM)](
-        _rows(q, BM), _rows(k, BN), _rows(v, BN), _rows(grad, BM), lse, delta, grads[0], cu_seqlens, T, scale, H, H // G, K, BM, BN,
-        num_warps=warps, num_stages=stages, **COMPILE,
-    )  # fmt: skip
+    problem = _Problem(grad, q, k, v, cu_seqlens, lse, delta, scale, longest)
+    turns, save = problem.turns(budget)
+    memory = [problem.memory(max(groups for _, groups in turns)) for _ in range(1 if problem.form.by_keys else 2)] if save else []
+    for turn in turns:
+        if not save:
+            problem.by_keys(None, grads, *turn)
+            problem.by_queries(None, grads, *turn)
+        elif problem.form.by_keys:
+            problem.by_keys(memory[0], grads, *turn)
+            problem.with_saved(memory[0], k, grads[0], scale, *turn, False)
+        else:
+            problem.by_queries(memory, grads, *turn)
+            problem.with_saved(memory[1], q, grads[1], scale, *turn, True)
+            problem.with_saved(memory[0], grad, grads[2], 1.0, *turn, True)
     return grads
