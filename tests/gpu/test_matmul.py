@@ -153,10 +153,12 @@ def test_public_ops(operands, hardware):
 def test_gradients(random, hardware):
     from isoexec.ops import matmul
 
-    x, w = random(300, 512).requires_grad_(), random(256, 512).requires_grad_()
-    for op in (matmul.linear, matmul.lm_head, lambda a, b: matmul.row_parallel_linear(a, b, leaves=4)):
+    row_parallel = lambda a, b: matmul.row_parallel_linear(a, b, leaves=4)  # noqa: E731
+    linear, lm_head = matmul.linear, matmul.lm_head
+    for op, M, N in ((linear, 300, 256), (linear, 1, 256), (linear, 77, 60), (lm_head, 301, 256), (row_parallel, 300, 256)):
+        x, w = random(M, 512).requires_grad_(), random(N, 512).requires_grad_()
         y = op(x, w)
-        grad = random(300, 256, dtype=y.dtype)
+        grad = random(M, N, dtype=y.dtype)
         got = torch.autograd.grad(y, (x, w), grad)
         want = grad.double() @ w.detach().double(), grad.double().T @ x.detach().double()
         for g, d, again in zip(got, want, torch.autograd.grad(op(x, w), (x, w), grad)):

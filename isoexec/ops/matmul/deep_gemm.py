@@ -10,6 +10,7 @@ import importlib.machinery
 import importlib.util
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import torch
@@ -42,11 +43,44 @@ def _cuda_home() -> Path:
     raise ContractError("provider deep_gemm: no CUDA compiler (nvcc) found; install the CUDA toolkit or set CUDA_HOME")
 
 
+_thread = threading.local()
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [R, C] bf16 as the copy engine wants it: rows at multiples of 16 bytes."""
+    return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def _call(name: str, *tensors) -> None:
+    """The library calls the driver, which wants a context on the thread: a thread of autograd gets one by a call of the runtime."""
+    if not getattr(_thread, "has_context", False):
+        torch.cuda.Event().record()
+        _thread.has_context = True
+    getattr(library(), name)(*tensors)
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` [M, K] bf16 times ``weight`` [N, K] bf16 transposed, fp32 accumulation -> [M, N] in ``dtype`` (bf16 or fp32)."""
     x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
     out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
     if out.numel():
-        library().bf16_gemm_nt(x, weight, out)
+        _call("bf16_gemm_nt", x, weight, out)
     return out
 
+
+def input_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``grad`` [M, N] bf16 times ``weight`` [N, K] bf16 -> [M, K] bf16; N and K are multiples of 8."""
+    grad, weight = _readable(grad), _readable(weight)
+    out = torch.empty(grad.shape[0], weight.shape[1], dtype=grad.dtype, device=grad.device)
+    if out.numel():
+        _call("bf16_gemm_nn", grad, weight, out)
+    return out
+
+
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``grad`` [M, N] bf16 transposed times ``x`` [M, K] bf16 -> [N, K] bf16; N and K are multiples of 8, M is any."""
+    grad, x = _readable(grad), _readable(x)
+    out = torch.empty(grad.shape[1], x.shape[1], dtype=grad.dtype, device=grad.device)
+    if out.numel():
+        _call("bf16_gemm_tn", grad, x, out)
+    return out

@@ -37,6 +37,25 @@ def tree_product(x, weight, dtype, bias, leaves):
     return portable.product(x, weight, dtype, bias, leaves)
 
 
+# Gradients promise determinism, not the schedule's bits: bf16 operands, fp32 accumulation.
+
+
+def _gradients_by_deep_gemm(grad, other) -> bool:
+    return uses_deep_gemm(grad.device) and grad.shape[0] > 0 and not any(n % 8 for n in (*grad.shape[1:], *other.shape[1:]))
+
+
+def input_gradient(grad, weight, dtype):
+    """``grad`` [M, N] times ``weight`` [N, K] -> [M, K]."""
+    grad = grad.to(dtype)
+    return deep_gemm.input_gradient(grad, weight) if _gradients_by_deep_gemm(grad, weight) else grad @ weight
+
+
+def weight_gradient(grad, x, dtype):
+    """``grad`` [M, N] transposed times ``x`` [M, K] -> [N, K]."""
+    grad = grad.to(dtype)
+    return deep_gemm.weight_gradient(grad, x) if _gradients_by_deep_gemm(grad, x) else grad.mT @ x
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, leaves, tp, dtype):
@@ -58,7 +77,6 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # Gradients promise determinism, not the schedule's bits: the native products, bf16 operands, fp32 accumulation.
         x, weight = ctx.saved_tensors
         g = grad.flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
@@ -68,9 +86,9 @@ class _Linear(torch.autograd.Function):
         if ctx.tp is not None and ctx.tp.sequence_parallel:
             g = all_gather(g, ctx.tp.group).flatten(0, 1)
         if ctx.needs_input_grad[0]:
-            grad_x = (g @ weight).view_as(x)
+            grad_x = input_gradient(g, weight, x.dtype).view_as(x)
         if ctx.needs_input_grad[1]:
-            grad_weight = g.mT @ x.flatten(0, -2)
+            grad_weight = weight_gradient(g, x.flatten(0, -2), weight.dtype)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 

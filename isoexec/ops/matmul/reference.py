@@ -17,6 +17,7 @@ from isoexec.ops.matmul.checks import check_k, check_leaves
 ROWS, COLUMNS = 32, 64
 # Weights become fp32 a panel at a time: the copy stays in cache, and a vocabulary head does not double in memory.
 _PANEL_ELEMENTS = 1 << 20
+_GRADIENT_ELEMENTS = 1 << 24
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, leaves: int = 1) -> torch.Tensor:
@@ -45,6 +46,23 @@ def product(x: torch.Tensor, weight: torch.Tensor, leaves: int = 1) -> torch.Ten
     return out.view(row_tiles * ROWS, N)[:M]
 
 
+# Gradients promise determinism, not the schedule's bits: plain fp32 products (far faster than bf16 ones on a CPU).
+
+
+def input_gradient(grad, weight, dtype):
+    """``grad`` [M, N] times ``weight`` [N, K] -> [M, K]; a large weight becomes fp32 a part at a time."""
+    rows = max(_GRADIENT_ELEMENTS // weight.shape[1], 1)
+    total = grad[:, :rows].float() @ weight[:rows].float()
+    for first in range(rows, len(weight), rows):
+        total.addmm_(grad[:, first : first + rows].float(), weight[first : first + rows].float())
+    return total.to(dtype)
+
+
+def weight_gradient(grad, x, dtype):
+    """``grad`` [M, N] transposed times ``x`` [M, K] -> [N, K]."""
+    return (grad.mT.float() @ x.float()).to(dtype)
+
+
 class _Linear(torch.autograd.Function):
     """Leaves 1 and no group: ``linear`` and ``lm_head``. Otherwise one rank's part of a row-parallel product."""
 
@@ -64,7 +82,6 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # Gradients promise determinism, not the schedule's bits: plain fp32 products (far faster than bf16 ones on a CPU).
         x, weight = ctx.saved_tensors
         g = grad.flatten(0, -2).float()
         grad_x = grad_weight = grad_bias = None
@@ -73,9 +90,9 @@ class _Linear(torch.autograd.Function):
         if ctx.tp is not None and ctx.tp.sequence_parallel:
             g = all_gather(g, ctx.tp.group).flatten(0, 1)
         if ctx.needs_input_grad[0]:
-            grad_x = (g @ weight.float()).to(x.dtype).view_as(x)
+            grad_x = input_gradient(g, weight, x.dtype).view_as(x)
         if ctx.needs_input_grad[1]:
-            grad_weight = (g.mT @ x.flatten(0, -2).float()).to(weight.dtype)
+            grad_weight = weight_gradient(g, x.flatten(0, -2), weight.dtype)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
