@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
-from isoexec.ops.logprob import reference
+from isoexec.ops import logprob as ops
+from isoexec.ops import matmul
+from isoexec.ops.logprob import of_hidden, reference
 from isoexec.ops.logprob import triton as logprob
 
 SHAPES = [(200, 200), (9000, 8900)]
@@ -100,3 +102,52 @@ def test_memory_of_32768_tokens_of_a_vocabulary_of_248320(hardware):
     rows = [0, 17, T - 1]
     assert_bit_equal(_call(logprob, logits.detach()[rows], tokens[rows], V), y.detach()[rows], "rows alone")
     assert_bit_equal(g.argmax(1)[rows], tokens[rows])
+
+
+def _head(device, T, V, D):
+    generator = torch.Generator(device).manual_seed(T)
+    x, weight = (torch.randn(shape, device=device, generator=generator).bfloat16() for shape in ((T, D), (V, D)))
+    tokens, temperature = torch.arange(T, device=device) * 7 % (V - 20), torch.tensor(0.7, device=device)
+    return x.requires_grad_(), weight.div_(D**0.5).requires_grad_(), tokens, temperature
+
+
+def _rows(x, weight, tokens, temperature, **sizes):
+    return ops.token_logprob(ops.scale_by_temperature(matmul.lm_head(x, weight), temperature), tokens, **sizes)
+
+
+def test_from_hidden_states_by_tiles(hardware, monkeypatch):
+    """The bits of the rows of logits, in a tile of a few rows; gradients in tiles of rows and of columns."""
+    T, V, D = 700, 3000, 256
+    x, weight, tokens, temperature = _head(hardware, T, V, D)
+    sizes, grad = dict(vocab_size=V - 20, vocab_block=64), torch.linspace(-1, 1, T, device=hardware)
+    want = _rows(x, weight, tokens, temperature, **sizes)
+    monkeypatch.setattr(of_hidden, "LOGIT_BYTES", 1 << 20)
+    got = of_hidden.of_hidden(x, weight, tokens, temperature, **sizes)
+    assert_bit_equal(got, want)
+    moved = of_hidden.of_hidden(nudge(x.detach(), 3 * D + 5, 64), weight, tokens, temperature, **sizes)
+    assert not bit_equal(moved[3:4], want[3:4])
+    assert_bit_equal(moved[4:], want[4:], "other rows")
+    gradients, again = (torch.autograd.grad(y, (x, weight), grad, retain_graph=True) for y in (got, got))
+    for a, b, c in zip(gradients, torch.autograd.grad(want, (x, weight), grad), again):
+        assert (a - b).float().norm() <= 5e-3 * b.float().norm()
+        assert_bit_equal(a, c, "gradient of a second run")
+
+
+def test_memory_of_32768_hidden_states_and_a_vocabulary_of_248320(hardware):
+    """No logits are held: beside inputs, results and gradients both directions take less than 256 MB."""
+    T, V, limit = 32768, 248320, 256 << 20
+    x, weight, tokens, temperature = _head(hardware, T, V, 2048)
+    sizes = dict(vocab_size=V, vocab_block=64)
+    of_hidden.of_hidden(x[:8], weight, tokens[:8], temperature, **sizes)  # workspaces of libraries
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = of_hidden.of_hidden(x, weight, tokens, temperature, **sizes)
+    forward = torch.cuda.max_memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
+    grads = torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+    backward = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in grads)
+    print(f"peak beside inputs and outputs: forward {forward / 2**20:.1f} MB, backward {backward / 2**20:.1f} MB")
+    assert 0 < forward < limit and backward < limit
+    rows = [0, 17, T - 1]
+    assert_bit_equal(_rows(x.detach()[rows], weight.detach(), tokens[rows], temperature, **sizes), y.detach()[rows], "rows alone")

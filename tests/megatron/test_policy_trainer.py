@@ -12,6 +12,7 @@ from isoexec.models import qwen3
 from isoexec.ops._core import registry
 from isoexec.ops._core.bits import bit_equal, nudge
 from isoexec.ops._core.digest import tensors_digest
+from isoexec.ops.logprob import of_hidden
 from tests.poison import adding_unwritten
 from tests.ops.op_checks import same_bits
 
@@ -83,7 +84,22 @@ def test_one_ulp_in_one_weight_shows(trainer, sequences, alone):
     assert_same(trainer.logprobs(sequences, temperature=0.7, with_rows=True), alone)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"grad": True}, {"recompute": True}], ids=["score", "forward", "recompute"])
+CASES = pytest.mark.parametrize("arguments", [{}, {"grad": True}, {"recompute": True}], ids=["score", "forward", "recompute"])
+
+
+@CASES
+def test_logprobs_alone_take_tiles_of_the_logits(trainer, sequences, alone, monkeypatch, arguments):
+    """Where no rows are asked for: the same bits, and no more than a tile of logits at a time."""
+    rows, whole = [], of_hidden.lm_head
+    monkeypatch.setattr(of_hidden, "LOGIT_BYTES", 1 << 14)
+    monkeypatch.setattr(of_hidden, "lm_head", lambda x, weight: rows.append(len(x)) or whole(x, weight))
+    for index, (a, b) in enumerate(zip(trainer.logprobs(sequences, temperature=0.7, **arguments), alone, strict=True)):
+        same_bits(a.logprobs, b.logprobs, f"logprobs of sequence {index}")
+        assert a.row_digests is None
+    assert max(rows) <= 32 < sum(rows)
+
+
+@CASES
 def test_memory_read_before_it_is_written_shows(trainer, sequences, monkeypatch, arguments):
     """Negative control of the poisoned memory in which every test of the trainer runs: times zero, and it is NaN."""
     monkeypatch.setattr(qwen3, "mlp_block", adding_unwritten(qwen3.mlp_block))

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from isoexec.contract import ContractError
-from isoexec.ops import logprob
+from isoexec.ops import logprob, matmul
 from isoexec.ops._core.bits import bit_equal, nudge, row_digests
+from isoexec.ops.logprob import of_hidden
 from op_checks import batch_invariant, gradients_close, same_bits
 
 V = 1000
@@ -110,3 +111,22 @@ def test_what_does_not_fit_is_refused():
         logprob.log_softmax(logits.bfloat16(), **settings())
     with pytest.raises(ContractError, match="torch.float64"):
         logprob.scale_by_temperature(logits, torch.tensor(0.7, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("temperature", [torch.tensor(0.7), torch.linspace(0.5, 1.5, 150)], ids=["one", "of each row"])
+def test_from_hidden_states_no_tile_moves_a_bit(monkeypatch, temperature):
+    """Tiles of 32 rows (and of columns, in backward) against the whole logits; the weight holds padding."""
+    x, weight = torch.randn(150, 96).bfloat16().requires_grad_(), (torch.randn(V + 24, 96) * 0.3).bfloat16().requires_grad_()
+    tokens, grad = torch.randint(0, V, (150,)), torch.randn(150)
+    want = logprob.token_logprob(logprob.scale_by_temperature(matmul.lm_head(x, weight), temperature), tokens, **settings())
+    same_bits(of_hidden.of_hidden(x, weight, tokens, temperature, **settings()), want, "one tile")
+    monkeypatch.setattr(of_hidden, "LOGIT_BYTES", 1 << 17)
+    found = of_hidden.of_hidden(x, weight, tokens, temperature, **settings())
+    assert "Tiles" in type(found.grad_fn).__name__
+    same_bits(found, want, "tiles")
+    moved = of_hidden.of_hidden(nudge(x.detach(), index=3 * 96 + 5), weight, tokens, temperature, **settings())
+    assert not bit_equal(moved[3:4], want[3:4])
+    same_bits(moved[4:], want[4:], "other rows")
+    expected = torch.autograd.grad(want, (x, weight), grad)
+    for a, b in zip(torch.autograd.grad(found, (x, weight), grad), expected):
+        assert (a - b).float().norm() <= 4e-3 * b.float().norm()

@@ -53,40 +53,61 @@ def log_softmax(logits, *, vocab_size, vocab_block):
     return out
 
 
+def _first_and_real(width, vocab_size, tp):
+    """Global id of this rank's column 0, and how many of its columns exist."""
+    first = 0 if tp is None else torch.distributed.get_rank(tp.group) * width
+    return first, min(max(vocab_size - first, 0), width)
+
+
+def statistics(logits, *, vocab_size, vocab_block, tp=None):
+    """(maximum [T], sum of exp(logits - maximum) [T]) over all ranks' shards."""
+    width = logits.shape[1]
+    real = logits[:, : _first_and_real(width, vocab_size, tp)[1]]
+    # A shard may hold padding only; its maximum must not decide.
+    maximum = real.amax(-1) if real.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
+    if tp is not None:
+        maximum = all_gather(maximum, tp.group).amax(0)
+    sums = _block_sums(real, maximum, vocab_block)
+    if tp is not None:
+        sums = torch.nn.functional.pad(sums, (0, -(-width // vocab_block) - sums.shape[1]))
+        sums = all_gather(sums, tp.group).transpose(0, 1).flatten(1)
+    return maximum, _normaliser(sums)
+
+
+def token_gradient(grad, logits, tokens, maximum, total, *, first, real):
+    """grad * (onehot - p) [T, V] fp32 of some columns of the vocabulary.
+
+    Args:
+        grad, maximum, total: [T] fp32; tokens: [T] int64, global ids.
+        logits: [T, V] fp32, already divided by the temperature; ``first``: global id of their column 0; ``real``: how many exist.
+    """
+    out = torch.zeros_like(logits)
+    for rows in _row_blocks(logits):
+        p = torch.exp(logits[rows, :real] - maximum[rows, None]) / total[rows, None]
+        out[rows, :real] = p * -grad[rows, None]
+    local = tokens - first
+    owned = ((local >= 0) & (local < real)).nonzero().squeeze(-1)
+    out[owned, local[owned]] += grad[owned]
+    return out
+
+
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, tokens, vocab_size, vocab_block, tp):
         width = logits.shape[1]
-        first = 0 if tp is None else torch.distributed.get_rank(tp.group) * width
-        real = logits[:, : max(vocab_size - first, 0)]
-        # A shard may hold padding only; its maximum must not decide.
-        maximum = real.amax(-1) if real.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
-        local = tokens - first
-        mine = (local >= 0) & (local < real.shape[1])
+        ctx.first, ctx.real = _first_and_real(width, vocab_size, tp)
+        local = tokens - ctx.first
+        mine = (local >= 0) & (local < ctx.real)
         target = logits.gather(1, torch.where(mine, local, 0).unsqueeze(-1)).squeeze(-1)
+        maximum, total = statistics(logits, vocab_size=vocab_size, vocab_block=vocab_block, tp=tp)
         if tp is not None:
-            maximum = all_gather(maximum, tp.group).amax(0)
-        blocks = -(-width // vocab_block)
-        sums = _block_sums(real, maximum, vocab_block)
-        if tp is not None:
-            sums = torch.nn.functional.pad(sums, (0, blocks - sums.shape[1]))
-            sums = all_gather(sums, tp.group).transpose(0, 1).flatten(1)
             target = all_gather(target, tp.group).gather(0, (tokens // width).unsqueeze(0)).squeeze(0)
-        total = _normaliser(sums)
-        ctx.save_for_backward(logits, maximum, total, local, mine)
-        ctx.real = real.shape[1]
+        ctx.save_for_backward(logits, tokens, maximum, total)
         return (target - maximum) - math.log(total)
 
     @staticmethod
     def backward(ctx, grad):
-        logits, maximum, total, local, mine = ctx.saved_tensors
-        out = torch.zeros_like(logits)
-        for rows in _row_blocks(logits):
-            p = torch.exp(logits[rows, : ctx.real] - maximum[rows, None]) / total[rows, None]
-            out[rows, : ctx.real] = p * -grad[rows, None]
-        owned = mine.nonzero().squeeze(-1)
-        out[owned, local[owned]] += grad[owned]
-        return out, None, None, None, None
+        return token_gradient(grad, *ctx.saved_tensors, first=ctx.first, real=ctx.real), None, None, None, None
 
 
 def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):

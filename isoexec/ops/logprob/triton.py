@@ -14,7 +14,7 @@ from isoexec.contract import ContractError
 from isoexec.ops._core.rows import power_of_two
 from isoexec.ops._core.triton_math import COMPILE, INTERPRET, row_sum
 from isoexec.ops.collective.reference import all_gather, group_size
-from isoexec.ops.logprob.reference import _expect_fp32
+from isoexec.ops.logprob.reference import _expect_fp32, _first_and_real
 
 _TILE = 4096  # vocabulary entries per program
 _SUMS_BYTES = 64 << 20  # of block sums held at once: more tokens take their turns, which moves no bit
@@ -197,19 +197,42 @@ def log_softmax(logits, *, vocab_size, vocab_block):
     return out
 
 
+def _parts(logits, real, vocab_block, tp):
+    """(block sums of the whole vocabulary [T, blocks], maxima [T, parts])."""
+    maxima = _maxima(logits, real)
+    if tp is not None:
+        maxima = all_gather(maxima.amax(1), tp.group).t().contiguous()
+    sums = _block_sums(logits, maxima, real, vocab_block)
+    if tp is not None:
+        sums = all_gather(sums, tp.group).transpose(0, 1).flatten(1)
+    return sums, maxima
+
+
 def _of_tokens(logits, tokens, first, real, vocab_size, vocab_block, tp):
     """(sum, maximum, logprob) [T] of ``tokens``, over all ranks' shards."""
-    maxima, target = _maxima(logits, real), logits
+    target = logits
     if tp is not None:
         local, width = tokens - first, logits.shape[1]
         mine = (local >= 0) & (local < real)
         target = logits.gather(1, torch.where(mine, local, 0).unsqueeze(-1)).squeeze(-1)
         target = all_gather(target, tp.group).gather(0, (tokens.clamp(0, vocab_size - 1) // width).unsqueeze(0)).squeeze(0)
-        maxima = all_gather(maxima.amax(1), tp.group).t().contiguous()
-    sums = _block_sums(logits, maxima, real, vocab_block)
-    if tp is not None:
-        sums = all_gather(sums, tp.group).transpose(0, 1).flatten(1)
-    return _totals(sums, maxima, target, tokens, vocab_size)
+    return _totals(*_parts(logits, real, vocab_block, tp), target, tokens, vocab_size)
+
+
+def statistics(logits, *, vocab_size, vocab_block, tp=None):
+    """(maximum [T], sum of exp(logits - maximum) [T]) over all ranks' shards; of rows whose block sums may be held at once."""
+    total, maximum, _ = _totals(*_parts(logits, _first_and_real(logits.shape[1], vocab_size, tp)[1], vocab_block, tp))
+    return maximum, total
+
+
+def token_gradient(grad, logits, tokens, maximum, total, *, first, real):
+    """As :func:`isoexec.ops.logprob.reference.token_gradient`."""
+    T, V = logits.shape
+    out = torch.empty(T, V, dtype=torch.float32, device=logits.device)
+    grad_kernel[T, triton.cdiv(V, _TILE)](
+        grad.contiguous(), logits, tokens, maximum, total, out, first, real, V, logits.stride(0), _TILE, num_warps=8, **COMPILE
+    )
+    return out
 
 
 class _TokenLogprob(torch.autograd.Function):
@@ -217,24 +240,16 @@ class _TokenLogprob(torch.autograd.Function):
     def forward(ctx, logits, tokens, vocab_size, vocab_block, tp):
         logits = _row_major(logits)
         T, width = logits.shape
-        first = 0 if tp is None else torch.distributed.get_rank(tp.group) * width
-        real = min(max(vocab_size - first, 0), width)
+        first, real = ctx.first, ctx.real = _first_and_real(width, vocab_size, tp)
         turns = _turns(T, width * group_size(tp), vocab_block)
         parts = [_of_tokens(logits[turn], tokens[turn], first, real, vocab_size, vocab_block, tp) for turn in turns]
         totals, maximum, out = (torch.cat(part) for part in zip(*parts)) if len(parts) > 1 else parts[0]
         ctx.save_for_backward(logits, tokens, maximum, totals)
-        ctx.first, ctx.real = first, real
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        logits, tokens, maximum, totals = ctx.saved_tensors
-        T, V = logits.shape
-        out = torch.empty(T, V, dtype=torch.float32, device=logits.device)
-        grad_kernel[T, triton.cdiv(V, _TILE)](
-            grad.contiguous(), logits, tokens, maximum, totals, out, ctx.first, ctx.real, V, logits.stride(0), _TILE, num_warps=8, **COMPILE
-        )
-        return out, None, None, None, None
+        return token_gradient(grad, *ctx.saved_tensors, first=ctx.first, real=ctx.real), None, None, None, None
 
 
 def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):

@@ -102,7 +102,8 @@ class VocabularyEmbedding(VocabParallelEmbedding):
 class OutputLayer(ColumnParallelLinear):
     """[S, 1, D] bf16 -> fp32 logits [S, 1, V / tp]; with sequence parallelism the input is this rank's tokens."""
 
-    def forward(self, input_, weight=None, runtime_gather_output=None):
+    def forward(self, input_, weight=None, runtime_gather_output=None, instead=None):
+        """``instead``: function of (x [S, D] bf16, weight [V / tp, D] bf16) whose result takes the logits' place."""
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         tp = tensor_parallel(self.tp_group, self.sequence_parallel)
         if gather and tp is not None:
@@ -110,7 +111,8 @@ class OutputLayer(ColumnParallelLinear):
                 "output_layer: expected vocabulary-parallel logits, found gather_output=True; build the model with parallel_output=True"
             )
         x = collective.column_parallel_input(input_.flatten(0, 1), tp=tp)
-        return matmul.lm_head(x, self.weight if weight is None else weight).unsqueeze(1), None
+        weight = self.weight if weight is None else weight
+        return matmul.lm_head(x, weight).unsqueeze(1) if instead is None else instead(x, weight), None
 
 
 class RopeTable(RotaryEmbedding):

@@ -1,4 +1,4 @@
-"""Logprobs of generated tokens from a micro-batch's logits, one function per arm."""
+"""Logprobs of generated tokens: from a micro-batch's logits, one function per arm, or from its hidden states, which needs no logits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from isoexec.contract import ExecutionContract
 from isoexec.ops import logprob
+from isoexec.ops.logprob.of_hidden import of_hidden
 from isoexec.runtimes.megatron.modules import tensor_parallel
 from isoexec.runtimes.megatron.packing import MicroBatch
 
@@ -32,8 +33,7 @@ def scorer(contract: ExecutionContract | None, vocab_size: int, group, sequence_
 
     def score(logits, batch, temperature, with_rows):
         chosen = logits.flatten(0, 1).index_select(0, batch.rows)
-        # The temperature is an fp32 scalar tensor on both sides: a Python float would divide in another precision.
-        chosen = logprob.scale_by_temperature(chosen, torch.tensor(temperature, dtype=torch.float32, device=chosen.device))
+        chosen = logprob.scale_by_temperature(chosen, _scalar(temperature, chosen.device))
         logprobs = logprob.token_logprob(chosen, batch.targets, tp=tp, **sizes)
         if not with_rows:
             return logprobs, None
@@ -41,6 +41,25 @@ def scorer(contract: ExecutionContract | None, vocab_size: int, group, sequence_
         return logprobs, logprob.log_softmax(whole, **sizes)[:, :vocab_size]
 
     return score
+
+
+def hidden_scorer(contract: ExecutionContract, vocab_size: int, group, sequence_parallel: bool):
+    """(x [S, D] bf16 hidden states of a pack, weight [V / tp, D], batch, temperature) -> logprobs [N] fp32, the bits of :func:`scorer`.
+
+    Args:
+        contract, vocab_size, group, sequence_parallel: as for :func:`scorer`.
+    """
+    sizes = {"vocab_size": vocab_size, "vocab_block": contract.numerics.vocab_block, "tp": tensor_parallel(group, sequence_parallel)}
+
+    def score(x, weight, batch, temperature):
+        return of_hidden(x.index_select(0, batch.rows), weight, batch.targets, _scalar(temperature, x.device), **sizes)
+
+    return score
+
+
+def _scalar(temperature: float, device) -> torch.Tensor:
+    """An fp32 tensor on both sides: a Python float would divide in another precision."""
+    return torch.tensor(temperature, dtype=torch.float32, device=device)
 
 
 def _native(vocab_size: int, logits, batch: MicroBatch, temperature: float, with_rows: bool):

@@ -29,7 +29,7 @@ from isoexec.runtimes.megatron import model as models
 from isoexec.runtimes.megatron.groups import ProcessGroups
 from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
 from isoexec.runtimes.megatron.packing import MicroBatch, Pair
-from isoexec.runtimes.megatron.scoring import scorer
+from isoexec.runtimes.megatron.scoring import hidden_scorer, scorer
 
 DEFAULT_PACK = 4096  # tokens
 
@@ -94,7 +94,9 @@ class PolicyTrainer:
         self.ddp, self.optimizer = models.wrap(float16, self.config, groups, lr)
         self.config.grad_scale_func = self._scaled
         self._recompute = recompute
-        self._scorer = scorer(self.contract, self.hf_config.get_text_config().vocab_size, groups.tp, sequence_parallel)
+        how = self.contract, self.hf_config.get_text_config().vocab_size, groups.tp, sequence_parallel
+        self._scorer = scorer(*how)
+        self._hidden_scorer = None if self.contract is None else hidden_scorer(*how)
         self._multiple_of = groups.tp.size() if sequence_parallel else 1
 
     def logprobs(
@@ -212,38 +214,48 @@ class PolicyTrainer:
         with registry.beyond_logprob():
             return self.optimizer.scale_loss(loss)
 
-    def _logits(self, model, batch: MicroBatch) -> torch.Tensor:
+    def _output(self, model, batch: MicroBatch, temperature: float, with_rows: bool) -> torch.Tensor:
+        """Of the last pipeline stage: logits, or logprobs where they are enough."""
         self._observe(batch)
-        return model(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed)
+        instead = self._instead(batch, temperature, with_rows)
+        processor = {} if instead is None else {"output_processor": functools.partial(_take, instead)}
+        return model(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed, **processor)
+
+    def _instead(self, batch: MicroBatch, temperature: float, with_rows: bool):
+        """What the output layer gives in place of logits: logprobs, unless rows of logits are asked for or an observer is to see them."""
+        if self._hidden_scorer is None or with_rows or registry.current_observer() is not None:
+            return None
+        return functools.partial(self._hidden_scorer, batch=batch, temperature=temperature)
 
     def _scoring_step(self, iterator, model, temperature: float, with_rows: bool):
         batch = next(iterator)
 
-        def report(logits):
-            with self._observing_generated(batch):
-                logprobs, digests = self._digested(logits, batch, temperature, with_rows)
+        def report(output):
+            logprobs, digests = self._digested(output, batch, temperature, with_rows)
             with registry.beyond_logprob():
                 loss = logprobs.sum()
             return loss, (logprobs.detach(), digests)
 
-        return self._logits(model, batch), report
+        return self._output(model, batch, temperature, with_rows), report
 
-    def _digested(self, logits: torch.Tensor, batch: MicroBatch, temperature: float, with_rows: bool):
-        """Logprobs and the digests of the rows, which are too many to be kept beyond their micro-batch."""
-        logprobs, rows = self._scorer(logits, batch, temperature, with_rows)
-        return logprobs, None if rows is None else row_digests(rows)
+    def _digested(self, output: torch.Tensor, batch: MicroBatch, temperature: float, with_rows: bool):
+        """Logprobs and the digests of the rows, which are too many to be kept beyond their micro-batch; ``output``: see :meth:`_output`."""
+        if self._instead(batch, temperature, with_rows) is not None:
+            return output, None
+        with self._observing_generated(batch):
+            logprobs, rows = self._scorer(output, batch, temperature, with_rows)
+            return logprobs, None if rows is None else row_digests(rows)
 
     def _training_step(self, iterator, model, temperature: float):
         batch, weight = next(iterator)
 
-        def loss_of(logits):
-            with self._observing_generated(batch):
-                logprobs, _ = self._scorer(logits, batch, temperature, False)
+        def loss_of(output):
+            logprobs, _ = self._digested(output, batch, temperature, False)
             with registry.beyond_logprob():
                 loss = -(weight * logprobs).sum()
                 return loss, loss.item()
 
-        return self._logits(model, batch), loss_of
+        return self._output(model, batch, temperature, False), loss_of
 
     def _score_recomputed(self, batches: list[MicroBatch], temperature: float, with_rows: bool) -> list:
         """Score the last layer's output as backward recomputed it, one micro-batch after the other."""
@@ -266,9 +278,8 @@ class PolicyTrainer:
         with self._executing("trainer_recompute"), torch.no_grad():
             for hidden, batch in zip(recomputed, batches, strict=True):
                 self._observe(batch, registry.HEAD)
-                logits = self._head(hidden)
-                with self._observing_generated(batch):
-                    scored.append(self._digested(logits, batch, temperature, with_rows))
+                output = self._head(hidden, self._instead(batch, temperature, with_rows))
+                scored.append(self._digested(output, batch, temperature, with_rows))
         return scored
 
     def _observe(self, batch: MicroBatch, layer: int = registry.EMBEDDING) -> None:
@@ -297,10 +308,13 @@ class PolicyTrainer:
         yield
         observer.select(sequence, position)
 
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, V / tp] of the last layer's output [S, B, D]."""
+    def _head(self, hidden: torch.Tensor, instead) -> torch.Tensor:
+        """Logits [B, S, V / tp] of the last layer's output [S, B, D], or what ``instead`` makes of it."""
         weight = self.gpt.shared_embedding_or_output_weight() if self.gpt.share_embeddings_and_output_weights else None
-        logits, _ = self.gpt.output_layer(self.gpt.decoder.final_layernorm(hidden), weight=weight)
+        hidden = self.gpt.decoder.final_layernorm(hidden)
+        if instead is not None:
+            return _take(instead, hidden_states=hidden, output_layer=self.gpt.output_layer, output_weight=weight)
+        logits, _ = self.gpt.output_layer(hidden, weight=weight)
         return logits.transpose(0, 1).float()
 
     def _recomputation(self, on: bool):
@@ -325,6 +339,11 @@ class PolicyTrainer:
 
     def _executing(self, case: str):
         return contextlib.nullcontext() if self.contract is None else registry.executing(case)
+
+
+def _take(instead, *, hidden_states, output_layer, output_weight, **unused) -> torch.Tensor:
+    """Megatron's output processor: ``instead`` takes the logits' place, through the module's call, for the hooks of its parameters."""
+    return output_layer(hidden_states, weight=output_weight, instead=instead)[0]
 
 
 def _advantages(batch: MicroBatch, advantages) -> torch.Tensor:
