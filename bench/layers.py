@@ -8,7 +8,6 @@ expert's scale), and for silu, our kernel stands on both sides. DIR as in bench/
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import torch
@@ -265,16 +264,9 @@ def times(*functions):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=table.PATH)
-    parser.add_argument("--native", default="", help="folder of the native packages and extensions")
-    parser.add_argument("--commit", default="", help="of the measured tree, where git is not at hand")
-    parser.add_argument("--only", default="", help="layers and stages whose name holds this word")
-    options = parser.parse_args()
-    table.need_gpu()
+    options = table.options(__doc__, "layers and stages whose name holds this word")
     torch.manual_seed(0)
     if options.native:
-        sys.path.insert(0, options.native)
         native_vllm.load(options.native)
     out, moe = table.Table(options.out, options.commit), native_moe.load(options.native) if options.native else None
     for kind in ("attention", "GDN"):

@@ -7,7 +7,6 @@ purely memory-bound ops without such a kernel it is a copy of as many bytes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -22,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench import gdn_native, native_moe, native_vllm, table
 from isoexec.ops import activation, attention, embedding, logprob, matmul, moe, norm, rope
 from isoexec.ops.attention import fa3
+from isoexec.ops.logprob import of_hidden
 from isoexec.ops.matmul import triton as portable_matmul
 
 EPS = 1e-6
@@ -55,9 +55,13 @@ class Cases:
     def __init__(self, only, table, vllm=False):
         self.only, self.table, self.vllm, self.taken = only, table, vllm, {}
 
+    def wants(self, *ops):
+        """Whether any of ``ops`` is asked for: inputs of the others need not be made."""
+        return any(self.only in op for op in ops)
+
     def add(self, op, case, ours, native, inputs, label="", native_inputs=None, target=None, note="", groups=()):
         """``native``: a function, or several by name, of which the fastest counts; ``groups``: means that the case enters besides its op's."""
-        if self.only and self.only not in op:
+        if not self.wants(op):
             return
         natives = native if isinstance(native, dict) else {label: native}
         try:
@@ -166,8 +170,23 @@ def logprobs(cases):
     cases.add("logprob.token_logprob", f"1024x{V} with gradient", lambda: torch.autograd.grad(ours(x, t), x, g),
               lambda: torch.autograd.grad(native(x, t).squeeze(1), x, g), [()], "log_softmax, gather")  # fmt: skip
     temperature = torch.tensor(0.7, device="cuda")
+    if cases.wants("head and logprob"):
+        head(cases, 4096, 248320, 2048, temperature)
     cases.add("logprob.scale_by_temperature", f"1024x{V}", lambda x, t: logprob.scale_by_temperature(x, temperature),
               lambda x, t: x / temperature, [(x.detach(), t)], "torch division")  # fmt: skip
+
+
+def head(cases, T, V, D, temperature):
+    """Logprobs from hidden states, which hold tiles of the logits, against logits, log-softmax and gather."""
+    x, w, t, g = randn(T, D), randn(V, D, scale=D**-0.5), torch.randint(0, V, (T,), device="cuda"), torch.randn(T, device="cuda")
+    leaves = [leaf.requires_grad_() for leaf in (x, w)]
+    ours = lambda: of_hidden.of_hidden(x, w, t, temperature, vocab_size=V, vocab_block=64)  # noqa: E731
+    native = lambda: torch.log_softmax(F.linear(x, w).float() / temperature, -1).gather(1, t[:, None]).squeeze(1)  # noqa: E731
+    note = f"tiles of {of_hidden.LOGIT_BYTES >> 20} MB; backward computes the logits twice more"
+    cases.add("head and logprob", f"{T}x{V}x{D}", ours, native, [()], "cuBLAS, log_softmax, gather", note=note)
+    cases.add("head and logprob", f"{T}x{V}x{D} with gradient", lambda: torch.autograd.grad(ours(), leaves, g),
+              lambda: torch.autograd.grad(native(), leaves, g), [()], "cuBLAS, log_softmax, gather", note=note)  # fmt: skip
+    torch.cuda.empty_cache()
 
 
 def products(cases):
@@ -182,6 +201,10 @@ def products(cases):
                 cases.add(f"matmul.row_parallel G={G}", case, lambda x, w: matmul.row_parallel_linear(x, w, leaves=G), F.linear, xs, "cuBLAS",
                           target=1.15)  # fmt: skip
     cases.mean("matmul.linear", "forward", 1.02)
+    for N, K in ((12288, 2048), (2048, 6144)):
+        x, w, g = randn(8192, K).requires_grad_(), randn(N, K, scale=K**-0.5).requires_grad_(), randn(8192, N)
+        cases.add("matmul.linear", f"8192x{N}x{K} with gradient", lambda: torch.autograd.grad(matmul.linear(x, w), (x, w), g),
+                  lambda: torch.autograd.grad(F.linear(x, w), (x, w), g), [()], "cuBLAS", target=1.08)  # fmt: skip
     w = randn(151936, 2048, scale=2048**-0.5)
     for M in (16, 1024):
         cases.add("matmul.lm_head", f"{M}x151936x2048", matmul.lm_head, lambda x, w: F.linear(x, w).float(), [(randn(M, 2048), w)], "cuBLAS, to fp32",
@@ -202,9 +225,11 @@ def sdpa(B, S, backend=None):
 def attentions(cases):
     for H, G, K in ((32, 8, 128), (16, 2, 256)):
         for B, S in ((4, 2048), (8, 2048), (1, 16384)):
-            packed_attention(cases, H, G, K, B, S)
+            if cases.wants("attention.varlen"):
+                packed_attention(cases, H, G, K, B, S)
             torch.cuda.empty_cache()
-        decode(cases, H, G, K)
+        if cases.wants("attention.paged"):
+            decode(cases, H, G, K)
     cases.mean("attention.varlen", "forward + backward", 1.05)
     cases.mean("attention.paged, batch 16 and 256", "forward", 1.05)
 
@@ -303,22 +328,24 @@ def torch_experts(x, chosen, gate_up, down, leaves, g):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=table.PATH)
-    parser.add_argument("--only", default="", help="cases whose op's name holds this word")
-    parser.add_argument("--native", default="", help="folder with vLLM's kernels, see bench/native_moe.py and bench/native_vllm.py")
-    parser.add_argument("--commit", default="", help="of the measured tree, where git is not at hand")
-    options = parser.parse_args()
-    table.need_gpu()
+    options = table.options(__doc__, "cases whose op's name holds this word")
     torch.manual_seed(0)
     if options.native:
-        sys.path.insert(0, options.native)
         native_vllm.load(options.native)
     cases = Cases(options.only, table.Table(options.out, options.commit), bool(options.native))
     native = native_moe.load(options.native) if options.native else None
-    for part in (norms, elementwise, logprobs, products, attentions, functools.partial(experts, native=native)):
-        part(cases)
-        torch.cuda.empty_cache()
+    parts = (
+        (norms, ("norm.rms_norm", "norm.add_rms_norm", "norm.gated_rms_norm")),
+        (elementwise, ("activation.silu_mul", "activation.sigmoid_gate", "rope.apply_rope", "embedding.embedding")),
+        (logprobs, ("logprob.token_logprob", "logprob.log_softmax", "logprob.scale_by_temperature", "head and logprob")),
+        (products, ("matmul.linear (Triton)", "matmul.row_parallel", "matmul.lm_head")),
+        (attentions, ("attention.varlen", "attention.paged")),
+        (functools.partial(experts, native=native), ("moe.expert_mlp + combine", "moe.route", "moe.combine")),
+    )
+    for part, ops in parts:
+        if cases.wants(*ops):
+            part(cases)
+            torch.cuda.empty_cache()
     small = {op for op, stage in cases.taken if op.split(".")[0] in ("norm", "rope", "activation", "logprob") or op in ("moe.route", "moe.combine")}
     cases.mean("norms, rope, gates, router, combine, logprob", "forward", 1.0, *sorted(small))
 

@@ -5,10 +5,12 @@ A row is one case on one device. A run replaces the rows that it measured and ke
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import importlib.metadata
 import subprocess
+import sys
 from pathlib import Path
 
 COLUMNS = ("op", "stage", "shape", "ours_us", "native_us", "ratio", "native", "target", "clock", "device", "versions", "commit", "date", "note")
@@ -92,6 +94,28 @@ class Table:
         write(merged(read(self.path), [row]), self.path)
         aim = f" (target {target})" if target is not None else ""
         print(f"{op:34} {stage:19} {shape:36} {ours_us:9.1f} {shown:>9} {ratio:>6}{aim}  {native}", flush=True)
+
+
+def options(description: str, only: str) -> argparse.Namespace:
+    """out, native, commit and only of this program's command line; packages in ``native`` can be imported then.
+
+    Ends the program where there is no GPU.
+
+
+    Args:
+        description: of the program.
+        only: what ``--only WORD`` chooses.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", default=PATH, help="table to write (default: %(default)s)")
+    parser.add_argument("--native", default="", help="folder of the native packages, with vLLM's extensions (bench/native_vllm.py)")
+    parser.add_argument("--commit", default="", help="of the measured tree, where git is not at hand")
+    parser.add_argument("--only", default="", metavar="WORD", help=only)
+    found = parser.parse_args()
+    need_gpu()
+    if found.native:
+        sys.path.insert(0, found.native)
+    return found
 
 
 def need_gpu() -> None:
