@@ -76,13 +76,16 @@ def share(job):
 
 def main(result=RESULT, parts="1"):
     found: dict[str, dict] = {f"sm_{a}": {} for a in ARCHITECTURES}
-    jobs = [(a, part, int(parts)) for a in ARCHITECTURES for part in range(int(parts))]
+    launched = [name for name, _ in launches.every(launches.MODEL, "cpu")]
+    jobs = [(a, part, int(parts)) for part in range(int(parts)) for a in ARCHITECTURES]
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), len(os.sched_getaffinity(0)))) as pool:
-        for architecture, cases in pool.imap_unordered(share, jobs):
+        for architecture, cases in pool.imap_unordered(share, jobs):  # written as they come: a run that is ended leaves what it compiled
             found[f"sm_{architecture}"].update(cases)
-    found = {a: dict(sorted(cases.items())) for a, cases in found.items()}
-    failed = {a: [name for name, kernels in cases.items() if isinstance(kernels, str)] for a, cases in found.items()}
-    Path(result).write_text(json.dumps(dict(triton=triton.__version__, sources=digests(), failed=failed, compiled=found), indent=1) + "\n")
+            missing = {a: [name for name in launched if name not in cases] for a, cases in found.items()}
+            failed = {a: sorted(name for name, kernels in cases.items() if isinstance(kernels, str)) for a, cases in found.items()}
+            ordered = {a: dict(sorted(cases.items())) for a, cases in found.items()}
+            record = dict(triton=triton.__version__, sources=digests(), failed=failed, missing=missing, compiled=ordered)
+            Path(result).write_text(json.dumps(record, indent=1) + "\n")
     print(failed)
     return failed
 
