@@ -84,10 +84,8 @@ class _Tiles(torch.autograd.Function):
 
         def gradient(rows, columns, scaled, maximum, total):
             inside = min(max(real - columns.start, 0), columns.stop - columns.start)
-            g = backend.logprob.token_gradient(
-                grad[rows], scaled, tokens[rows], maximum, total, first=first + columns.start, real=inside
-            )
-            return backend.logprob.scale_by_temperature(g, _of(temperature, rows))
+            first_column = first + columns.start
+            return backend.logprob.token_gradient(grad[rows], scaled, tokens[rows], maximum, total, first=first_column, real=inside)
 
         every_row, every_column = slice(0, x.shape[0]), slice(0, width)
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -96,11 +94,15 @@ class _Tiles(torch.autograd.Function):
             scaled = logits(rows, every_column)
             maximum[rows], total[rows] = backend.logprob.statistics(scaled, **ctx.sizes)
             g = gradient(rows, every_column, scaled, maximum[rows], total[rows])
-            del scaled
+            del scaled  # two tiles at a time
+            g = backend.logprob.scale_by_temperature(g, _of(temperature, rows))
             grad_x[rows] = backend.matmul.input_gradient(g, weight, x.dtype)
             del g
         for columns in _tiles(width, x.shape[0]) if ctx.needs_input_grad[1] else ():
-            g = gradient(every_row, columns, logits(every_row, columns), maximum, total)
+            scaled = logits(every_row, columns)
+            g = gradient(every_row, columns, scaled, maximum, total)
+            del scaled
+            g = backend.logprob.scale_by_temperature(g, temperature)
             grad_weight[columns] = backend.matmul.weight_gradient(g, x, weight.dtype)
             del g
         return grad_x, grad_weight, None, None, None
