@@ -6,7 +6,7 @@ import torch
 from isoexec.contract import ContractError
 from isoexec.ops import gdn
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
-from tests.gdn.cases import F32, assert_same_state, engine_of, inputs, one_shot, select
+from tests.gdn.cases import F32, assert_same_state, dirty_pool, engine_of, inputs, one_shot, select
 from tests.ops.op_checks import same_bits
 
 NAMES = "q k v g beta".split()
@@ -218,3 +218,22 @@ def test_one_ulp_of_boundary_state_is_seen_in_the_state(form):
     engine.finish()
     with pytest.raises(AssertionError, match=", S: "):
         assert_same_state(engine.state(0), whole.state(0), "damaged")
+
+
+def test_a_plan_that_is_not_of_these_rows_or_this_pool_is_refused(form):
+    x = inputs([20])
+    pool = dirty_pool(3, kind=gdn.POOLS[form])
+
+    def prefill(lengths, slots, chunk=16):
+        getattr(gdn, f"{form}_prefill")(*x, gdn.Plan(lengths, chunk), pool, torch.tensor(slots, dtype=torch.int32))
+
+    with pytest.raises(ContractError, match="the plan is of 10 rows, found 20"):
+        one_shot(x, [10], form=form)
+    with pytest.raises(ContractError, match="chunks of 32, the pool of 16"):
+        prefill([20], [0], chunk=32)
+    for slot in (-1, 3):
+        with pytest.raises(ContractError, match=f"slot {slot}: expected one of the pool's 3"):
+            prefill([20], [slot])
+    with pytest.raises(ContractError, match="slot 1 is of 2 sequences"):
+        prefill([10, 10], [1, 1])
+    prefill([20, 0], [1, 1])  # a sequence of no tokens has no need of one

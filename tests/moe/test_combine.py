@@ -148,3 +148,11 @@ def test_groups_that_do_not_divide_the_experts_are_refused(num_experts, groups):
 @pytest.mark.parametrize("num_experts, groups", [(1, 1), (4, 4), (6, 2), (7, 1), (8, 8), (60, 4), (64, 8), (128, 8), (256, 8)])
 def test_constant_for_a_model(num_experts, groups):
     assert moe.combine_groups_for(num_experts) == groups
+
+
+@pytest.mark.parametrize("expert", [-1, E])
+def test_an_expert_that_does_not_exist_is_refused(expert):
+    values, weights, experts = case(k=2)
+    experts[0, 0] = expert
+    with pytest.raises(ContractError, match=f"experts: expected ids in 0..{E - 1}"):
+        moe.combine(values, weights, experts, num_experts=E, combine_groups=GROUPS)

@@ -225,3 +225,10 @@ def test_heads_that_do_not_divide_are_refused():
     q, k, v, starts = qkv([4])
     with pytest.raises(ContractError, match="2 key heads do not divide 5"):
         packed(q[:, :5], k, v, starts)
+
+
+@pytest.mark.parametrize("bounds", [[0, 3], [1, 4], [0, 3, 2, 4], [0, 5], []])
+def test_a_packing_that_is_not_of_these_tokens_is_refused(bounds):
+    q, k, v, _ = qkv([4])
+    with pytest.raises(ContractError, match="cu_seqlens: expected entries ascending from 0 to the 4 tokens"):
+        packed(q, k, v, torch.tensor(bounds, dtype=torch.int32))

@@ -111,6 +111,13 @@ def test_what_does_not_fit_is_refused():
         logprob.log_softmax(logits.bfloat16(), **settings())
     with pytest.raises(ContractError, match="torch.float64"):
         logprob.scale_by_temperature(logits, torch.tensor(0.7, dtype=torch.float64))
+    with pytest.raises(ContractError, match="expected temperatures above 0, found 0.0"):
+        logprob.scale_by_temperature(logits, torch.tensor([1.0, 0.0]))
+    for size in (0, V + 1):
+        with pytest.raises(ContractError, match=f"log_softmax: vocab_size: expected 1 to the {V} columns, found {size}"):
+            logprob.log_softmax(logits, **settings(size))
+        with pytest.raises(ContractError, match=f"token_logprob: vocab_size: expected 1 to the {V} columns, found {size}"):
+            logprob.token_logprob(logits, tokens, **settings(size))
 
 
 @pytest.mark.parametrize("temperature", [torch.tensor(0.7), torch.linspace(0.5, 1.5, 150)], ids=["one", "of each row"])

@@ -110,9 +110,16 @@ def _forward(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, 
     return out.view(T, H, K), lse.view(T, H)
 
 
+def _check_packing(cu_seqlens, tokens: int) -> None:
+    bounds = cu_seqlens.tolist()
+    if not bounds or bounds[0] != 0 or bounds[-1] != tokens or sorted(bounds) != bounds:
+        raise ContractError(f"attention.varlen: cu_seqlens: expected entries ascending from 0 to the {tokens} tokens, found {bounds}")
+
+
 class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, scale, kv_block):
+        _check_packing(cu_seqlens, len(q))
         start, stop = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
         longest = int((stop - start).max()) if len(start) else 0
         tokens = start[:, None] + torch.arange(max(longest, 1))

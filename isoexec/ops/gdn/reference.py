@@ -88,6 +88,7 @@ def run(q, k, v, g, beta, plan: Plan, pool: StatePool | None = None, slots=None,
     q, k [T, H, K] bf16 (normalised), v [T, HV, V] bf16, g, beta [T, HV] fp32; slots: one int per sequence.
     """
     (H, K), (HV, V), C = q.shape[1:], v.shape[1:], plan.chunk
+    check_plan("gdn.cpr_wy", plan, q.shape[0], pool, slots)
     check_rows("gdn.cpr_wy", q, k, v, g, beta)
     scale = K**-0.5 if scale is None else scale
     o = torch.empty(v.shape, dtype=torch.float32, device=v.device)
@@ -145,6 +146,22 @@ def _boundary(plan: Plan, pool, slots, n: int, HV: int, V: int, K: int, like) ->
     if pool is None or plan.starts[n] < plan.chunk:  # a fresh slot's contents are nobody's
         return torch.zeros(HV, V, K, dtype=torch.float32, device=like.device)
     return join_planes(pool.high[slots[n]], pool.low[slots[n]])
+
+
+def check_plan(op: str, plan: Plan, rows: int, pool: StatePool | None, slots: list[int] | None) -> None:
+    """Refuse a plan that is not of these rows, or whose slots are no slots of the pool, each of one sequence."""
+    if plan.tokens != rows:
+        raise ContractError(f"op {op}: the plan is of {plan.tokens} rows, found {rows}; build it from the lengths of this batch")
+    if pool is None:
+        return
+    if plan.chunk != pool.chunk:
+        raise ContractError(f"op {op}: the plan has chunks of {plan.chunk}, the pool of {pool.chunk}; expected numerics.gdn_chunk in both")
+    taken = [slots[n] for n, length in enumerate(plan.lengths) if length]
+    for n in taken:
+        if not 0 <= n < len(pool.high):
+            raise ContractError(f"op {op}: slot {n}: expected one of the pool's {len(pool.high)}")
+        if taken.count(n) > 1:
+            raise ContractError(f"op {op}: slot {n} is of {taken.count(n)} sequences; expected one slot for each")
 
 
 def check_rows(op: str, q, k, v, g, beta) -> None:

@@ -19,13 +19,14 @@ import torch
 from isoexec.ops._core.math import exp
 from isoexec.ops._core.rowsum import row_sum
 from isoexec.ops.gdn.gradient import Core
-from isoexec.ops.gdn.reference import check_rows
+from isoexec.ops.gdn.reference import check_plan, check_rows
 from isoexec.ops.gdn.reference import run as advance
 from isoexec.ops.gdn.state import Plan, RecurrentPool, join_planes
 
 
 def run(q, k, v, g, beta, plan: Plan, pool: RecurrentPool, slots: list[int], scale: float | None = None) -> torch.Tensor:
     """Packed batch -> o [T, HV, V] fp32 before rounding; resumes and advances the slots in place. As `reference.run`."""
+    check_plan("gdn.cpr", plan, q.shape[0], pool, slots)
     check_rows("gdn.cpr", q, k, v, g, beta)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     pieces, starts = _boundaries(q, k, v, g, beta, plan, pool, slots, scale)

@@ -20,6 +20,8 @@ def _row_blocks(logits: torch.Tensor):
 def scale_by_temperature(logits, temperature):
     _expect_fp32("scale_by_temperature", logits)
     _expect_fp32("scale_by_temperature", temperature)
+    if not bool((temperature > 0).all()):
+        raise ContractError(f"logprob.scale_by_temperature: expected temperatures above 0, found {temperature.min().item()}")
     return logits / (temperature.unsqueeze(-1) if temperature.dim() else temperature)
 
 
@@ -45,6 +47,8 @@ def _normaliser(sums):
 
 def log_softmax(logits, *, vocab_size, vocab_block):
     _expect_fp32("log_softmax", logits)
+    if not 1 <= vocab_size <= logits.shape[1]:
+        raise ContractError(f"logprob.log_softmax: vocab_size: expected 1 to the {logits.shape[1]} columns, found {vocab_size}")
     real = logits[:, :vocab_size]
     maximum = real.amax(-1)
     log_sum = math.log(_normaliser(_block_sums(real, maximum, vocab_block)))
@@ -118,6 +122,8 @@ def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):
             f"logprob.token_logprob: a vocabulary shard of {logits.shape[1]} is not whole blocks of {vocab_block}; "
             "pad the vocabulary (Megatron: make-vocab-size-divisible-by) to a multiple of block * tensor-parallel degree"
         )
+    if not 1 <= vocab_size <= logits.shape[1] * ranks:
+        raise ContractError(f"logprob.token_logprob: vocab_size: expected 1 to the {logits.shape[1] * ranks} columns, found {vocab_size}")
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         raise ContractError(f"logprob.token_logprob: token ids lie outside [0, {vocab_size}); mask ignored positions before the call")
     return _TokenLogprob.apply(logits, tokens.to(torch.int64), vocab_size, vocab_block, tp if ranks > 1 else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from isoexec.contract import ContractError
 from isoexec.ops._core import math
 from isoexec.ops._core.rowsum import row_sum, tree_sum
 from isoexec.ops.matmul.reference import lm_head
@@ -103,6 +104,8 @@ class _Combine(torch.autograd.Function):
 
 def combine(values, weights, experts, shared=None, *, num_experts, combine_groups, rows=None, ep=None):
     first_expert, groups = local_groups(num_experts, combine_groups, ep)
+    if bool(((experts < 0) | (experts >= num_experts)).any()):
+        raise ContractError(f"op moe.combine: experts: expected ids in 0..{num_experts - 1}, found {experts.min()} to {experts.max()}")
     return _Combine.apply(values, weights, experts, shared, first_expert, groups, num_experts // combine_groups, rows, ep)
 
 
