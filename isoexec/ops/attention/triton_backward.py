@@ -96,7 +96,7 @@ def _keys_step(q, grad, lse, delta, k, v, saved, row, dk, dv, start, new, first,
     p_NM = tl.where(visible, tl.exp2(dot(k, tl.trans(q_MK)) * (scale * _LOG2E) - l_M[None, :]), 0.0)
     dv = dot_add(p_NM.to(tl.bfloat16), g_MK, dv)
     ds_NM = tl.where(visible, p_NM * (dot(v, tl.trans(g_MK)) - d_M[None, :]), 0.0).to(tl.bfloat16)
-    if SAVE:  # by plain stores: the copy engine's, whose buffer all warps wait for, took longer
+    if SAVE:
         rows = (row + tl.arange(0, ds_NM.shape[0])).to(tl.int64)
         columns = tl.multiple_of(_inside(first), BM) + tl.arange(0, BM)
         tl.store(saved + rows[:, None] * _TILE + columns[None, :], ds_NM)
