@@ -16,7 +16,7 @@ from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
 from isoexec.verify.progress import Progress
 from isoexec.verify.prompts import make_prompts, packings, request_seeds
 from isoexec.verify.protocol import WorkerError, WorkerGroup, WorkerRefused
-from isoexec.verify.run import BACKEND, check_backend, check_model, text_config, worker_environment
+from isoexec.verify.run import backend, check_backend, check_model, text_config, worker_environment
 from isoexec.verify.settings import MAX_MODEL_LEN
 from isoexec.verify.trace.bundle import Sequence
 from isoexec.verify.trace.report import Report
@@ -34,8 +34,6 @@ def run(options) -> tuple[Report | None, Path, list[str]]:
     for name, value in (("prompts", options.prompts), ("tokens", options.tokens)):
         if value < 1:
             raise ContractError(f"--{name} {value}: expected at least 1")
-    if options.temperature <= 0:
-        raise ContractError(f"--temperature {options.temperature}: expected more than 0: a greedy token is not drawn from a distribution")
     check_backend()
     out = Path(options.out)
     (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -106,7 +104,7 @@ def _made_batch(options, work: Path) -> _Batch:
     return _Batch(
         model,
         trainer_model,
-        contract_for_model(model, BACKEND).to_json(),
+        contract_for_model(model, backend()).to_json(),
         prompts,
         request_seeds(prompts, seed=21),
         options.temperature,
