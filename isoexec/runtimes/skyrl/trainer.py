@@ -366,9 +366,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def stop_actors(trainer: RayPPOTrainer | None) -> None:
-    """End the policy workers, so that nothing runs on after the driver."""
-    if trainer is None or trainer.policy_model is None:
-        return
-    for actor in trainer.policy_model._actor_handlers:
-        ray.kill(actor)
+def policy_actors(trainer: RayPPOTrainer) -> list:
+    """The policy's workers, as far as they are started."""
+    return [] if trainer.policy_model is None else list(trainer.policy_model._actor_handlers)
