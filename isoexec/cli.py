@@ -32,7 +32,7 @@ from isoexec.verify.trace.command import add_verbs as add_trace_verbs
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status. Bad input is one line on stderr and status 2."""
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     try:
         return options.run(options)
     except (ContractError, OSError) as error:
@@ -45,6 +45,17 @@ def main(arguments: list[str] | None = None) -> int:
         traceback.print_exc()
         print(f"isoexec: {type(error).__name__}: {error}; this is a fault of isoexec, nothing was concluded", file=sys.stderr)
         return 3
+
+
+def _options(arguments: list[str] | None):
+    """Options of the command line. Words of a verb that takes any may stand before, between and after its options."""
+    parser = _parser()
+    options, more = parser.parse_known_args(arguments)
+    if more and ("words" not in options or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        options.words += more
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--plant-ulp", action="store_true", help="self-test: move one weight of the trainer's copy by one ulp; exit status 1 is expected"
     )
+    verify.add_argument("--no-native", dest="native", action="store_false", help="leave out upstream's own kernels, which prove nothing")
     _add_numerics(verify)
     verify.set_defaults(run=_verify)
 
@@ -148,6 +160,7 @@ def _verify(options) -> int:
             prompts=options.prompts,
             tokens=options.tokens,
             numerics=_numerics(options),
+            native=options.native,
         )
     )
 
@@ -181,9 +194,11 @@ def _contract_show(options) -> int:
 def _train(options) -> int:
     from isoexec.train import launch
 
-    words = list(options.words)
-    recipe = words.pop(0) if words and not set("=~+") & set(words[0]) else launch.DEFAULT
-    overrides = words + ([f"isoexec.arm={options.arm}"] if options.arm else [])
+    names = [word for word in options.words if not set("=~+") & set(word)]
+    if len(names) > 1:
+        raise ContractError(f"expected one recipe, found {', '.join(names)}; an override is KEY=VALUE")
+    recipe = names[0] if names else launch.DEFAULT
+    overrides = [word for word in options.words if word not in names] + ([f"isoexec.arm={options.arm}"] if options.arm else [])
     if options.cfg:
         launch.show(recipe, overrides)
         return 0

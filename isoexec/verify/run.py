@@ -28,7 +28,6 @@ from isoexec.verify.trace.mismatch import Traceback
 from isoexec.verify.verdict import BAD_INPUT, INCONCLUSIVE, Verdict, add_changed_logprobs
 
 ARMS = ("native", "isoexec")
-BACKEND = "cpu"
 _PACKAGES = ("torch", "vllm", "megatron-core", "transformers")
 
 
@@ -44,6 +43,7 @@ class Options:
         plant: move one weight of the isoexec trainer's copy by one ulp; the run must then report differences.
         timeout: seconds in which a worker must answer.
         numerics: constants of the contract that are not its defaults.
+        native: also run upstream's own kernels, to compare with; they prove nothing.
     """
 
     model: Path | None
@@ -53,6 +53,7 @@ class Options:
     plant: bool = False
     timeout: float = 600.0
     numerics: dict = dataclasses.field(default_factory=dict)
+    native: bool = True
 
 
 def make_options(
@@ -65,6 +66,7 @@ def make_options(
     prompts: int | None = None,
     tokens: int | None = None,
     numerics: dict | None = None,
+    native: bool = True,
 ) -> Options:
     """Check the inputs before anything is started.
 
@@ -81,20 +83,30 @@ def make_options(
             raise ContractError(f"--{name} {value}: expected at least {least}, else settings do not exercise what they claim")
     Numerics(**(numerics or {}))
     check_backend()
-    return Options(folder, Path(out), plan.limited(prompts, tokens), later_plan.limited(prompts, tokens), plant, timeout, numerics or {})
+    plans = plan.limited(prompts, tokens), later_plan.limited(prompts, tokens)
+    return Options(folder, Path(out), *plans, plant, timeout, numerics or {}, native)
+
+
+def backend() -> str:
+    """What this environment's vLLM is built for: ``"cpu"`` or ``"cuda"``."""
+    return "cpu" if "cpu" in importlib.metadata.version("vllm") else "cuda"
 
 
 def check_backend() -> None:
-    """Refuse an environment whose vLLM is built for another backend.
+    """Refuse an environment that is built for GPUs where none is visible.
 
     Raises:
         ContractError: says which to build.
     """
-    version = importlib.metadata.version("vllm")
-    if BACKEND not in version:
+    if backend() == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        version = importlib.metadata.version("vllm")
         raise ContractError(
-            f"this environment holds vLLM {version}, and the proof of the whole stack runs on the {BACKEND} so far; "
-            f"run `make build verify-logprobs BACKEND={BACKEND}`"
+            f"this environment holds vLLM {version}, which computes on a GPU, and none is visible; run it on a GPU host, or "
+            "`make build verify-logprobs BACKEND=cpu`"
         )
 
 
@@ -148,7 +160,7 @@ class _Run:
 
     def __init__(self, options: Options, group: WorkerGroup, work: Path, progress: Progress):
         self._options, self._group, self._work, self._progress = options, group, work, progress
-        self._arms = ("isoexec",) if options.plant else ARMS
+        self._arms = ARMS if options.native and not options.plant else ("isoexec",)
         self._verdict = Verdict()
         self._comparisons: list[Comparison] = []
         self._models: dict[str, dict] = {}
@@ -173,7 +185,7 @@ class _Run:
 
     def _start_workers(self) -> None:
         model = self._options.model
-        contract = _contract_of(model, self._options.numerics) if model else ExecutionContract(ARCHITECTURES[0], BACKEND)
+        contract = _contract_of(model, self._options.numerics) if model else ExecutionContract(ARCHITECTURES[0], backend())
         first_contract = self._work / "first.contract.json"  # each model's own is named when it is opened
         first_contract.write_text(contract.to_json(), encoding="utf-8")
         self._reference = self._group.start("reference", "isoexec.verify.reference_worker", worker_environment(None))
@@ -324,7 +336,7 @@ def _contract_of(folder: Path, numerics: dict) -> ExecutionContract:
     """The contract of a checkpoint, pinned to the ops of this installation: the workers refuse to run others."""
     from isoexec.runtimes.compose import composed  # imports torch, which bad input has no need of
 
-    return composed(contract_for_model(folder, BACKEND, **numerics))
+    return composed(contract_for_model(folder, backend(), **numerics))
 
 
 def _finite(numbers: dict) -> dict:
@@ -342,11 +354,11 @@ def text_config(config: dict) -> dict:
 
 
 def worker_environment(contract: Path | None) -> dict[str, str | None]:
-    """Laid over the environment of a worker: one thread for each of several processes, nothing fetched, CPU only."""
-    return {
+    """Laid over the environment of a worker: one thread for each of several processes, nothing fetched, GPUs for a build for GPUs alone."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend() == "cpu" else {}
+    return hidden | {
         CONTRACT_VARIABLE: str(contract) if contract else None,
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }

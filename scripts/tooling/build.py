@@ -95,6 +95,9 @@ class Build:
             self.tree_steps(tree, environment)
         recipe = digest(environment, (ROOT / "pyproject.toml").read_text())
         self.step("install-isoexec", recipe, self.install_isoexec, "installing it editable")
+        if self.backend == "cuda":
+            self.step("providers", digest(recipe, self.wheel.sha256), self.install_providers, "taking the kernels that ops load from the wheel")
+            install.share_attention(self.venv, self.folder / "vllm")
 
     @functools.cached_property
     def archives(self) -> dict[str, Path]:
@@ -152,6 +155,9 @@ class Build:
         suffix = VERSION_SUFFIX[self.backend] if tree.name == "vllm" else ""
         module = MODULES[tree.name]
         install.confirm(self.venv, tree.project, module, tree.version + suffix, path.joinpath(*module.split(".")))
+
+    def install_providers(self) -> None:
+        install.install_providers(self.venv, self.archives[self.wheel.archive])
 
     def install_isoexec(self) -> None:
         install.install_editable(index.find_uv(), self.venv, ROOT, {})

@@ -77,7 +77,27 @@ def unpack_extensions(wheel: Path, tree: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         for member in packed.namelist():
             if member.startswith("vllm/") and member.endswith(".so"):
+                (tree / member).unlink(missing_ok=True)  # it may be a link (share_attention)
                 packed.extract(member, tree)
+
+
+def install_providers(venv: Path, wheel: Path) -> None:
+    """Put the compiled kernels that isoexec's ops load under the environment, each verified."""
+    run(venv / "bin" / "python", "-m", "isoexec.ops._core.provider", wheel)
+
+
+def share_attention(venv: Path, tree: Path) -> None:
+    """Make vLLM's FlashAttention 3 a link to the provider's file: torch registers a library's ops once in a process, by its file."""
+    link_attention(venv / "share" / "isoexec" / "providers", tree / "vllm")
+
+
+def link_attention(providers: Path, package: Path) -> None:
+    """The link of :func:`share_attention`, relative, from vLLM's ``package`` to the folder ``providers``."""
+    name = "_vllm_fa3_C.abi3.so"
+    link, target = package / "vllm_flash_attn" / name, providers / "flash_attention_3" / name
+    if not link.is_symlink():
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(target, link.parent))
 
 
 def install_environment_variables(tree: Tree, backend: str, wheel: Path) -> dict[str, str]:

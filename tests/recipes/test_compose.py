@@ -1,5 +1,7 @@
 """Recipes compose to a configuration that SkyRL and the run accept, and bad input is one line."""
 
+import shutil
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -122,3 +124,16 @@ def test_what_can_run_is_ready(composed, tmp_path):
     assert "recipe" not in ready.config
     assert [lengths.prompts for lengths in ready.lengths.values()] == [64, 16]
     assert list(ready.config.data.train_data) == [str(tmp_path / "data" / "train.jsonl")]
+
+
+def test_the_recipe_that_the_readme_writes_is_one_that_can_run(tmp_path):
+    folder = tmp_path / "recipes"
+    shutil.copytree(RECIPES, folder)
+    text = (RECIPES / "README.md").read_text()
+    (folder / "mine.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
+    ready = prepare(compose("mine", [f"isoexec.out={tmp_path / 'out'}"], folder))
+    assert ready.recipe.name == "mine" and ready.config.trainer.max_training_steps == 10
+    assert all(lengths.too_long == 0 for lengths in ready.lengths.values())
+    groups = [folder for folder in RECIPES.iterdir() if folder.is_dir() and folder.name != "start"]
+    for file in (file for group in groups for file in group.iterdir()):
+        assert f"`{file.stem}`" in text, f"{file} is not in the table of recipes/README.md"

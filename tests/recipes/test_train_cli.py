@@ -19,6 +19,28 @@ def test_printing_a_recipe_ends_without_a_run(capsys, tmp_path, monkeypatch):
     assert config.recipe.name == "tiny-dense" and config.isoexec.arm == "native" and config.trainer.train_batch_size == 16
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tiny-dense --arm native isoexec.seed=3 --cfg job trainer.train_batch_size=16",
+        "isoexec.seed=3 trainer.train_batch_size=16 tiny-dense --cfg job --arm native",
+        "--cfg job isoexec.seed=3 --arm native trainer.train_batch_size=16 tiny-dense",
+    ],
+)
+def test_words_and_options_come_in_any_order(capsys, words):
+    status, out, _ = run(capsys, *words.split())
+    config = OmegaConf.create(out)
+    assert status == 0 and (config.recipe.name, config.isoexec.arm) == ("tiny-dense", "native")
+    assert (config.isoexec.seed, config.trainer.train_batch_size) == (3, 16)
+
+
+@pytest.mark.parametrize("words", ["tiny --arn native", "tiny --cfg job -x isoexec.seed=3"])
+def test_an_option_that_there_is_not_is_refused(capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, *words.split())
+    assert ended.value.code == 2 and "unrecognized arguments: -" in capsys.readouterr().err
+
+
 def test_the_recipe_may_be_left_out(capsys):
     status, out, _ = run(capsys, "--cfg", "job", "isoexec.seed=3")
     config = OmegaConf.create(out)
@@ -29,6 +51,7 @@ def test_the_recipe_may_be_left_out(capsys):
     "words, message",
     [
         (["tinny"], "recipe 'tinny' is unknown"),
+        (["tiny", "isoexec.seed=3", "tiny-dense"], "expected one recipe, found tiny, tiny-dense; an override is KEY=VALUE"),
         (["tiny", "trainer.nothing=1"], "trainer.nothing"),
         (["--compare", "isoexec.arm=native"], "a comparison runs both arms"),
         (["tiny", "recipe.task.train=0"], "recipe.task.train"),

@@ -26,13 +26,15 @@ pytestmark = [
 
 #: Timers of SkyRL, in the order of a step.
 PHASES = ("generate", "fwd_logprobs_values_reward", "train_critic_and_policy", "save_checkpoints", "sync_weights")
-DRIVER = "small_run.py"
+#: More than all the runs that are stopped take, so that something is left for the last.
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
 def go(start):
     """``go(out=None, **environment)`` -> a run of the hybrid mixture of experts, or what is left to do of it."""
-    return lambda out=None, **environment: start(out=out, checkpoint=RECIPES / "start/hybrid-moe", **environment)
+    steps = f"trainer.max_training_steps={STEPS}"
+    return lambda out=None, **environment: start(steps, out=out, checkpoint=RECIPES / "start/hybrid-moe", **environment)
 
 
 @pytest.fixture(scope="module")

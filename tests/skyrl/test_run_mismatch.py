@@ -115,7 +115,9 @@ def compared(monkeypatch, tmp_path):
         trainer = Trainer.__new__(Trainer)
         trainer._own = IsoExecConfig(out=str(tmp_path), **section)
         trainer.all_metrics, trainer.global_step, trainer._exported = {}, 5, False
-        trainer.cfg = OmegaConf.create({"generator": {"sampling_params": {"temperature": 0.7}}})
+        trainer.cfg = OmegaConf.create(
+            {"generator": {"sampling_params": {"temperature": 0.7}}, "trainer": {"placement": {"colocate_all": True}}}
+        )
         trainer.tokenizer, trainer.inference_engine_client = None, Engine(6)
         trainer.dispatch = SimpleNamespace(save_hf_model=lambda model, folder, tokenizer: (Path(folder) / model).mkdir(parents=True))
         (tmp_path / "contract.json").write_text("{}")
@@ -134,7 +136,16 @@ def test_a_differing_token_stops_the_run(compared, tmp_path):
     assert (bundle["step"], bundle["weight_version"], bundle["sequence"]) == (5, 6, 1)
     assert bundle["seed"] == sample_seed(None, "train", 5, "7", 1)
     assert (folder / "engine.safetensors").read_text() == "isoexec_save_weights" and (folder / "trainer/policy").is_dir()
-    assert (folder / "contract.json").read_text() == "{}"
+    assert (folder / "contract.json").read_text() == "{}" and bundle["engine_slept"] is False
+
+
+def test_an_engine_that_sleeps_is_not_asked_for_the_weights_that_it_gave_up(compared, tmp_path, monkeypatch):
+    monkeypatch.setattr("isoexec.runtimes.skyrl.trainer.uses_gpus", lambda: True)
+    with pytest.raises(mismatch.RolloutMismatch, match="1 of 6 tokens differ"):
+        compared(step_batch(1))
+    folder = tmp_path / "mismatch-5"
+    assert json.loads((folder / "mismatch.json").read_text())["engine_slept"] is True
+    assert (folder / "trainer/policy").is_dir() and not (folder / "engine.safetensors").exists()
 
 
 def test_weights_that_cannot_be_kept_do_not_hide_the_mismatch(compared, tmp_path, monkeypatch):

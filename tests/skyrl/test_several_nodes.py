@@ -40,7 +40,7 @@ class Cluster:
         from isoexec.runtimes.skyrl.node import LocalNode
 
         self._started += 1
-        return LocalNode(f"127.60.{os.getpid() % 256}.{self._started}", processes=1, cpus=4, object_store=128 << 20, head=head)
+        return LocalNode(f"127.60.{os.getpid() % 256}.{self._started}", gpus=1, cpus=4, object_store=128 << 20, head=head)
 
     def lose(self) -> None:
         """The other node, with whatever runs on it."""

@@ -2,14 +2,16 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from isoexec.cli import main
-from isoexec.contract import contract_for_model
+from isoexec.contract import ContractError, contract_for_model
 from isoexec.verify.checkpoint import make_checkpoint
 from isoexec.verify.plant import plant_ulp
+from isoexec.verify.trace import session
 
 TOKENS = [5, 9, 300, 7, 12, 44, 208, 3]
 
@@ -26,6 +28,7 @@ def whole(tmp_path_factory):
     save_file(load_file(model / "model.safetensors"), folder / "engine.safetensors")
     (folder / "contract.json").write_text(contract_for_model(model, "cpu").to_json())
     found = {"step": 4, "weight_version": 3, "sequence": 6, "temperature": 0.7, "seed": 11, "tokens": TOKENS, "prompt_tokens": 3}
+    found["engine_slept"] = False
     (folder / "mismatch.json").write_text(json.dumps(found))
     return folder, weight
 
@@ -55,3 +58,24 @@ def test_a_folder_that_is_not_whole_is_one_line(recorded, tmp_path, monkeypatch,
     assert main(["trace", "run", "--mismatch", str(folder)]) == 2
     error = capsys.readouterr().err
     assert "expected a run's mismatch-<step>" in error and len(error.splitlines()) == 1
+
+
+def test_an_engine_that_slept_runs_on_the_trainer_s_weights_and_that_is_said(recorded, tmp_path):
+    folder, _ = recorded
+    found = json.loads((folder / "mismatch.json").read_text())
+    own = session._recorded_batch(folder, tmp_path / "awake")
+    assert own.model == tmp_path / "awake/engine" and not own.engine_slept
+    (folder / "mismatch.json").write_text(json.dumps(found | {"engine_slept": True}))
+    (folder / "engine.safetensors").unlink()
+    slept = session._recorded_batch(folder, tmp_path / "slept")
+    assert slept.model == slept.trainer_model == folder.resolve() / "trainer" and slept.engine_slept
+
+    def notes(verdict, other_tokens):
+        state = SimpleNamespace(engine_slept=True, repeats=True, other_tokens=other_tokens)
+        return session._notes(SimpleNamespace(verdict=verdict), state)
+
+    assert [len(notes("divergent", False)), len(notes("identical", False)), len(notes("identical", True))] == [1, 2, 2]
+    assert all("it ran on the trainer's weights here" in notes(verdict, False)[0] for verdict in ("divergent", "identical"))
+    shutil.rmtree(folder / "trainer")
+    with pytest.raises(ContractError, match="expected a run's mismatch-<step>"):
+        session._recorded_batch(folder, tmp_path / "lost")

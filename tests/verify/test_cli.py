@@ -10,7 +10,7 @@ import pytest
 from isoexec.cli import main
 from isoexec.contract import ExecutionContract, contract_for_model
 from isoexec.verify.compare import Comparison
-from isoexec.verify.run import _Run
+from isoexec.verify.run import ARMS, _Run, backend, make_options, worker_environment
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -106,10 +106,12 @@ def test_a_folder_in_use_is_refused(tmp_path, capsys):
     assert "another run writes to" in capsys.readouterr().err
 
 
-def test_an_environment_of_another_backend_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.23.0+precompiled")
-    assert main(["verify", "--out", str(tmp_path)]) == 2
-    assert "holds vLLM 0.23.0+precompiled" in capsys.readouterr().err
+def test_a_build_for_gpus_is_refused_without_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("isoexec.verify.run.importlib.metadata.version", lambda name: "0.23.0+precompiled")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for verb in (["verify", "--out", str(tmp_path)], ["audit"], ["trace", "run", "--out", str(tmp_path)]):
+        assert main(verb) == 2
+        assert "holds vLLM 0.23.0+precompiled, which computes on a GPU, and none is visible" in capsys.readouterr().err
 
 
 def test_too_few_prompts(tmp_path, capsys):
@@ -148,3 +150,16 @@ def test_a_checkpoint_is_judged_before_anything_is_imported(words, tmp_path):
     found = subprocess.run([sys.executable, "-c", program, *words, "--model", folder], capture_output=True, text=True)
     assert found.returncode == 2 and found.stderr.count("\n") == 1
     assert found.stderr.startswith(f"isoexec: model {folder!r}: config.json: quantization_config: expected None, found ")
+
+
+@pytest.mark.parametrize("native, plant, arms", [(True, False, ARMS), (False, False, ("isoexec",)), (True, True, ("isoexec",))])
+def test_arms_that_run(tmp_path, native, plant, arms):
+    options = make_options(None, str(tmp_path), full=False, plant=plant, timeout=1.0, native=native)
+    assert _Run(options, None, tmp_path, None)._arms == arms
+
+
+@pytest.mark.parametrize("version, device, hidden", [("0.23.0+cpu", "cpu", True), ("0.23.0+precompiled", "cuda", False)])
+def test_a_build_decides_the_device(monkeypatch, version, device, hidden):
+    """GPUs are hidden from the processes of a build for the CPU, which would find another device than their contract's."""
+    monkeypatch.setattr("isoexec.verify.run.importlib.metadata.version", lambda name: version)
+    assert backend() == device and (worker_environment(None).get("CUDA_VISIBLE_DEVICES") == "") is hidden

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import ray
+import torch
+from ray._private import worker
 from ray.util.placement_group import placement_group, placement_group_table
 from skyrl.train.utils.utils import ResolvedPlacementGroup, get_ray_pg_ready_with_timeout, prepare_runtime_environment
 
@@ -17,6 +19,8 @@ from isoexec.runtimes.skyrl.config import HIDE_VARIABLE, SYNC_VARIABLE, ConfigEr
 
 _OBJECT_STORE = 256 << 20  # bytes; a batch of prompts and logprobs is small
 _TIMEOUT = 180  # seconds for placement
+#: At this address, and at no other of the loopback interface, Ray's processes listen there alone.
+_LOOPBACK = "127.0.0.1"
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 #: Environment of every actor on the CPU: one thread each, nothing that compiles, no GPU though Ray counts some.
@@ -47,7 +51,7 @@ def actor_environment(config: TrainConfig, contract: Path | None) -> dict[str, s
 
 
 def start(config: TrainConfig, variables: dict[str, str]) -> Callable[[], None]:
-    """Start Ray on this machine (without GPUs on the loopback interface), or join ``isoexec.ray_address``.
+    """Start Ray on this machine, on its loopback interface, or join ``isoexec.ray_address``.
 
     Where there is no GPU, Ray's ``GPU`` resource counts processes: SkyRL asks for one per worker and engine rank.
 
@@ -62,10 +66,11 @@ def start(config: TrainConfig, variables: dict[str, str]) -> Callable[[], None]:
     if config.isoexec.ray_address is not None:
         stop = _join(config.isoexec.ray_address, runtime)
     elif uses_gpus():
-        ray.init(include_dashboard=False, runtime_env=runtime)
-        stop = ray.shutdown
+        stop = _start_here(torch.cuda.device_count(), os.cpu_count(), None, runtime)
     else:
-        stop = _start_here(_processes(config), runtime)
+        processes = _processes(config)
+        with _counting_processes():
+            stop = _start_here(processes, 2 * processes + 2, _OBJECT_STORE, runtime)
     wanted = _processes(config)
     found = ray.cluster_resources().get("GPU", 0)
     if found < wanted:
@@ -85,19 +90,19 @@ def _join(address: str, runtime: dict) -> Callable[[], None]:
     return ray.shutdown
 
 
-def _start_here(processes: int, runtime: dict) -> Callable[[], None]:
+def _start_here(gpus: int, cpus: int, object_store: int | None, runtime: dict) -> Callable[[], None]:
     from isoexec.runtimes.skyrl.node import LocalNode
 
-    address = _loopback(os.getpid())
-    with _counting_processes():
-        node = LocalNode(address, processes, 2 * processes + 2, _OBJECT_STORE)
+    node = LocalNode(_LOOPBACK, gpus, cpus, object_store)
+    # As Ray does with a node that it starts itself: to a driver that has none it takes this address for a mistake.
+    worker._global_node = node
 
     def stop() -> None:
         ray.shutdown()
         node.stop()
 
     try:
-        ray.init(address=node.address, runtime_env=runtime, _node_ip_address=address)
+        ray.init(address=node.address, runtime_env=runtime, _node_ip_address=_LOOPBACK)
     except BaseException:
         stop()
         raise
@@ -121,11 +126,6 @@ def _processes(config: TrainConfig) -> int:
     policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
     engines = engine.num_engines * engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
     return max(policy, engines) if placement.colocate_all else policy + engines
-
-
-def _loopback(process: int) -> str:
-    """An address of the loopback interface for a process. Ray takes 127.0.0.1 for a mistake, and runs must not meet on its fixed ports."""
-    return f"127.{64 + (process >> 16) % 64}.{(process >> 8) % 256}.{1 + process % 254}"
 
 
 class ProcessPlacement(ResolvedPlacementGroup):

@@ -21,9 +21,10 @@ from isoexec.runtimes.skyrl.actors import EngineActor, PolicyActor, engine_reque
 from isoexec.runtimes.skyrl.client import InferenceClient
 from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, uses_gpus
 from isoexec.runtimes.skyrl.generator import SeededGenerator
-from isoexec.runtimes.skyrl.trainer import Trainer, stop_actors
+from isoexec.runtimes.skyrl.trainer import Trainer, policy_actors
 
 _FIRST_PORT = 8000
+_ANSWER = 60  # seconds in which a process of the run answers that it lives, and Ray notices that a node does not
 _GOODBYE = 20  # seconds for engines to end by themselves
 
 
@@ -186,9 +187,22 @@ class Experiment(BasePPOExp):
         self._router = VLLMRouter(args, log_path=self.cfg.trainer.log_path)
         client.connect(self._router.start(), urls, routed=True)
 
+    def lost(self) -> Exception | None:
+        """What Ray says of a policy worker or an engine that is gone; None where all of them answer, or need longer for it."""
+        actors = [] if self.trainer is None else policy_actors(self.trainer)
+        actors += [engine for group in self._groups for engine in group.get_actors()]
+        try:
+            ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=_ANSWER)
+        except ray.exceptions.GetTimeoutError:
+            return None
+        except ray.exceptions.RayError as error:
+            return error
+        return None
+
     def close(self) -> None:
         """End every process of the run."""
-        stop_actors(self.trainer)
+        for actor in [] if self.trainer is None else policy_actors(self.trainer):
+            ray.kill(actor)  # so that nothing runs on after the driver
         if self._router is not None:
             self._router.shutdown()
         self._end([engine for group in self._groups for engine in group.get_actors()])

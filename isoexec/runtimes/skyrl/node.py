@@ -16,6 +16,7 @@ from ray._raylet import (
 )
 
 _START_TIMEOUT = 600  # seconds
+_HEALTH_TIMEOUT = 60  # seconds in which a node answers, be its machine ever so busy
 _AGENT_PORTS = 22_000, 32_000
 _STRIDE = 8  # runs that start at one time begin their search apart
 #: Name under which Ray's raylet learns the port of an agent -> the parameter that gives it.
@@ -36,24 +37,25 @@ class LocalNode(Node):
 
     Args:
         address: of this machine, to which Ray's agents are bound.
-        processes: that Ray's ``GPU`` resource counts.
+        gpus: that Ray's ``GPU`` resource counts; where there are none, processes.
         cpus: that its ``CPU`` resource counts.
-        object_store: bytes.
+        object_store: bytes; ``None`` is Ray's choice.
         head: address of the cluster that it joins; ``None`` starts one.
     """
 
-    def __init__(self, address: str, processes: int, cpus: int, object_store: int, head: str | None = None):
+    def __init__(self, address: str, gpus: int, cpus: int, object_store: int | None, head: str | None = None):
         # What a cluster is told once; of its nodes the first says it.
         system = {
             "agent_register_timeout_ms": 1000 * _START_TIMEOUT,
             "worker_register_timeout_seconds": _START_TIMEOUT,  # after a minute Ray starts another, and at last gives its actor up
+            "health_check_timeout_ms": 1000 * _HEALTH_TIMEOUT,  # one that is gone refuses at once, and is noticed as soon as before
             "enable_worker_prestart": False,
             "prestart_worker_first_driver": False,
             "worker_niceness": 0,  # actors do the work of a run; Ray would give way to everything else
         }
         parameters = RayParams(
             node_ip_address=address,
-            num_gpus=processes,
+            num_gpus=gpus,
             num_cpus=cpus,
             object_store_memory=object_store,
             include_dashboard=False,
@@ -90,7 +92,7 @@ def _free_ports(count: int, skip: int) -> list[int]:
         port = first + (_STRIDE * os.getpid() + skip + offset) % (last - first)
         with socket.socket() as tried:
             try:
-                tried.bind(("", port))  # Ray's gRPC servers listen on every interface
+                tried.bind(("", port))  # at another address than 127.0.0.1 Ray's servers listen on every interface
             except OSError:
                 continue
         found.append(port)

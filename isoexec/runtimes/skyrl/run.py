@@ -51,6 +51,8 @@ def train(config: TrainConfig | DictConfig | dict) -> Path:
         fault = getattr(error, "cause", None) or error
         if isinstance(fault, ContractError | ConfigError):
             raise fault from None
+        if not isinstance(fault, _lost()) and fault is not error:  # a worker whose peer is gone says that a connection is
+            fault = experiment.lost() or fault
         if isinstance(fault, _lost()):
             raise RunStopped(_stopped(fault, experiment.trainer, environment["SKYRL_LOG_FILE"])) from error
         error.add_note(f"what the actors printed: {environment['SKYRL_LOG_FILE']}")

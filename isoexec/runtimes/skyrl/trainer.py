@@ -23,7 +23,7 @@ from skyrl.train.utils.trainer_utils import ResumeMode, cleanup_old_checkpoints,
 from isoexec.contract import ContractError
 from isoexec.runtimes.skyrl import mismatch
 from isoexec.runtimes.skyrl.client import EngineCallFailed
-from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig
+from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, uses_gpus
 from isoexec.runtimes.skyrl.dapo import overlong_penalty
 from isoexec.runtimes.skyrl.generator import RewardError, sample_seed
 from isoexec.runtimes.skyrl.steps import StepLog
@@ -180,6 +180,7 @@ class Trainer(RayPPOTrainer):
             weight_version=self.inference_engine_client.weight_version,
             temperature=self.cfg.generator.sampling_params.temperature,
             seed=self._seed_of(batch.metadata["uids"], found.first[0]),
+            engine_slept=self._engines_sleep,
         )
         if not self._exported:  # of a run that goes on, the first is enough
             self._export(folder)
@@ -202,9 +203,15 @@ class Trainer(RayPPOTrainer):
         shutil.copyfile(contract, folder / contract.name)
         try:
             self.dispatch.save_hf_model("policy", str(folder / "trainer"), self.tokenizer)
-            self._call_engines("isoexec_save_weights", path=str(folder.resolve() / "engine.safetensors"))
+            if not self._engines_sleep:
+                self._call_engines("isoexec_save_weights", path=str(folder.resolve() / "engine.safetensors"))
         except (ContractError, EngineCallFailed, ray.exceptions.RayError) as error:
             logger.warning(f"{folder}: the weights could not be kept, the mismatch cannot be traced: {error}")
+
+    @property
+    def _engines_sleep(self) -> bool:
+        """Whether the engines have given their weights up while the policy works: memory that they woke to would hold others."""
+        return uses_gpus() and self.cfg.trainer.placement.colocate_all
 
     def _call_engines(self, method: str, **arguments) -> list:
         """A call from inside a step, which runs in the event loop that waits for it: through a client and a loop of its own."""
@@ -359,9 +366,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def stop_actors(trainer: RayPPOTrainer | None) -> None:
-    """End the policy workers, so that nothing runs on after the driver."""
-    if trainer is None or trainer.policy_model is None:
-        return
-    for actor in trainer.policy_model._actor_handlers:
-        ray.kill(actor)
+def policy_actors(trainer: RayPPOTrainer) -> list:
+    """The policy's workers, as far as they are started."""
+    return [] if trainer.policy_model is None else list(trainer.policy_model._actor_handlers)

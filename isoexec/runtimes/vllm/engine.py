@@ -116,6 +116,7 @@ class RolloutEngine:
                 "max_logprobs": -1,
                 "skip_tokenizer_init": True,
                 "disable_log_stats": False,
+                "async_scheduling": False,  # evictions, and the rows of a recording, are told by finished steps
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "enable_prefix_caching": enable_prefix_caching,

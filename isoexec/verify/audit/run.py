@@ -18,7 +18,7 @@ from isoexec.verify.audit.report import (
 )  # fmt: skip
 from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import WorkerError, WorkerGroup, WorkerRefused
-from isoexec.verify.run import BACKEND, check_backend, check_model, text_config, worker_environment
+from isoexec.verify.run import backend, check_backend, check_model, text_config, worker_environment
 from isoexec.verify.settings import MADE_ARCHITECTURES
 
 _AUX_LOSS = 0.01  # the router's loss hangs on the path in training; it must not lie on it
@@ -103,7 +103,7 @@ def _audit_models(folder: Path | None, group: WorkerGroup, work: Path, timeout: 
 
 
 def _audit_model(model: Path, engine, trainer, group: WorkerGroup, work: Path, timeout: float) -> Findings:
-    contract = contract_for_model(model, BACKEND)
+    contract = contract_for_model(model, backend())
     file = work / f"{model.name}.contract.json"
     file.write_text(contract.to_json(), encoding="utf-8")
     text = text_config(check_model(model))

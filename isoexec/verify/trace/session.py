@@ -16,7 +16,7 @@ from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
 from isoexec.verify.progress import Progress
 from isoexec.verify.prompts import make_prompts, packings, request_seeds
 from isoexec.verify.protocol import WorkerError, WorkerGroup, WorkerRefused
-from isoexec.verify.run import BACKEND, check_backend, check_model, text_config, worker_environment
+from isoexec.verify.run import backend, check_backend, check_model, text_config, worker_environment
 from isoexec.verify.settings import MAX_MODEL_LEN
 from isoexec.verify.trace.bundle import Sequence
 from isoexec.verify.trace.report import Report
@@ -34,8 +34,6 @@ def run(options) -> tuple[Report | None, Path, list[str]]:
     for name, value in (("prompts", options.prompts), ("tokens", options.tokens)):
         if value < 1:
             raise ContractError(f"--{name} {value}: expected at least 1")
-    if options.temperature <= 0:
-        raise ContractError(f"--temperature {options.temperature}: expected more than 0: a greedy token is not drawn from a distribution")
     check_backend()
     out = Path(options.out)
     (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -55,11 +53,14 @@ def run(options) -> tuple[Report | None, Path, list[str]]:
 
 
 def _notes(found: Report, session: _Session) -> list[str]:
+    notes = []
+    if session.engine_slept:
+        notes.append("the engine slept when the mismatch was found: it ran on the trainer's weights here, which the last sync gave it")
     if session.other_tokens:
-        return ["the engine sampled other tokens this time than in the run"]
-    if session.repeats and found.verdict == "identical":
-        return ["the mismatch did not come back from the same weights and tokens: it depends on what ran before"]
-    return []
+        notes.append("the engine sampled other tokens this time than in the run")
+    elif session.repeats and found.verdict == "identical":
+        notes.append("the mismatch did not come back from the same weights and tokens: it depends on what ran before")
+    return notes
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class _Batch:
         max_model_len: context of the engine.
         recorded: tokens that were sampled when the mismatch was found, by prompt; None where nothing is repeated.
         about: JSON values for the bundle.
+        engine_slept: the engine had given its weights up when the mismatch was found: it has the trainer's here.
     """
 
     model: Path
@@ -89,6 +91,7 @@ class _Batch:
     max_model_len: int
     recorded: list[list[int]] | None
     about: dict
+    engine_slept: bool = False
 
 
 def _made_batch(options, work: Path) -> _Batch:
@@ -106,7 +109,7 @@ def _made_batch(options, work: Path) -> _Batch:
     return _Batch(
         model,
         trainer_model,
-        contract_for_model(model, BACKEND).to_json(),
+        contract_for_model(model, backend()).to_json(),
         prompts,
         request_seeds(prompts, seed=21),
         options.temperature,
@@ -127,11 +130,9 @@ def _recorded_batch(folder: Path, work: Path) -> _Batch:
     try:
         found = json.loads((folder / "mismatch.json").read_text(encoding="utf-8"))
         contract = (folder / "contract.json").read_text(encoding="utf-8")
-        trainer_model, model = folder.resolve() / "trainer", work / "engine"
-        shutil.copytree(trainer_model, model, ignore=shutil.ignore_patterns("*.safetensors*"))
-        with safe_open(folder / "engine.safetensors", "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        save_hf(HFFiles(trainer_model).in_stored_form(tensors), model)
+        trainer_model = folder.resolve() / "trainer"
+        files = HFFiles(trainer_model)
+        model = trainer_model if found["engine_slept"] else _engine_model(folder, files, work / "engine")
         tokens, start = found["tokens"], found["prompt_tokens"]
         return _Batch(
             model,
@@ -145,12 +146,22 @@ def _recorded_batch(folder: Path, work: Path) -> _Batch:
             len(tokens),
             [tokens[start:]],
             {"mismatch": folder.name, "step": found["step"], "weight version": found["weight_version"], "sequence": found["sequence"]},
+            found["engine_slept"],
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ContractError(
             f"--mismatch {folder}: {type(error).__name__}: {error}; expected a run's mismatch-<step> with mismatch.json, contract.json, "
             "engine.safetensors and trainer/"
         ) from error
+
+
+def _engine_model(folder: Path, trainer: HFFiles, model: Path) -> Path:
+    """``model``, written: the engine's weights of a mismatch, in the form and beside the other files of the trainer's checkpoint."""
+    shutil.copytree(folder / "trainer", model, ignore=shutil.ignore_patterns("*.safetensors*"))
+    with safe_open(folder / "engine.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    save_hf(trainer.in_stored_form(tensors), model)
+    return model
 
 
 class _Session:
@@ -177,6 +188,11 @@ class _Session:
     def repeats(self) -> bool:
         """Whether it repeats what a run found to differ."""
         return self._batch.recorded is not None
+
+    @property
+    def engine_slept(self) -> bool:
+        """Whether the engine's own weights were gone, and it has the trainer's."""
+        return self._batch.engine_slept
 
     @property
     def other_tokens(self) -> bool:
