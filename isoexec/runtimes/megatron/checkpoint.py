@@ -6,6 +6,7 @@ entry allows a cast that loses no bit.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from isoexec.contract import ContractError, active_contract
 from isoexec.contract.manifest import Manifest, TensorDigest
 from isoexec.ops._core.digest import digests_of
+from isoexec.runtimes.megatron.exchange import gather_texts, share_tensors
 from isoexec.runtimes.megatron.hf_files import HFFiles
 from isoexec.runtimes.megatron.mapping import EXPERT_BIAS, VOCABULARY, Entry, entries
 
@@ -88,7 +90,7 @@ def hf_tensors(
     found = {}
     for entry, name, part in _hf_parts(model, hf_config, layer_offset, group, expert_group, read):
         found[name] = (part.float() if entry.fp32 else part).cpu().clone().contiguous()
-    return found if expert_group is None else gather_ranks(found, expert_group)
+    return found if expert_group is None else share_tensors(found, expert_group)
 
 
 def hf_digests(model: torch.nn.Module, hf_config, *, layer_offset: int = 0, group=None, expert_group=None) -> dict[str, TensorDigest]:
@@ -114,11 +116,8 @@ def manifest_of_ranks(digests: dict[str, TensorDigest]) -> Manifest:
     Raises:
         ContractError: processes that hold the same tensor have other bits in it.
     """
-    ranks = [digests]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, digests)
-    return Manifest(_merge(ranks))
+    texts = gather_texts(json.dumps(Manifest(digests).data()))
+    return Manifest(_merge(Manifest.from_data(json.loads(text)).tensors for text in texts))
 
 
 def _merge(parts: Iterable[dict[str, TensorDigest]]) -> dict[str, TensorDigest]:
@@ -149,15 +148,6 @@ def _hf_parts(model, hf_config, layer_offset: int, group, expert_group, read) ->
             whole = whole[: hf_config.get_text_config().vocab_size]
         for name, part in zip(entry.hf, entry.split(whole), strict=True):
             yield entry, name, part
-
-
-def gather_ranks(tensors: dict[str, Tensor], group) -> dict[str, Tensor]:
-    """Tensors of every rank of ``group`` (pipeline stages, expert ranks), on every rank; of one that several hold, the first's."""
-    if group.size() == 1:
-        return tensors
-    ranks = [None] * group.size()
-    dist.all_gather_object(ranks, tensors, group=group)
-    return {name: tensor for rank in reversed(ranks) for name, tensor in rank.items()}
 
 
 def policy_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from isoexec.contract import ContractError
 from isoexec.contract.manifest import Manifest
 from isoexec.runtimes.megatron import checkpoint, native
+from isoexec.runtimes.megatron.exchange import share_tensors
 from isoexec.runtimes.megatron.mapping import architecture_of, experts_of, linear_layers, sparse_layers
 
 
@@ -207,7 +208,7 @@ def hf_tensors(model: GPTModel, hf_config, groups, read=torch.Tensor.detach) -> 
     stage = checkpoint.hf_tensors(
         model, hf_config, layer_offset=layer_offset(model, groups), group=groups.tp, expert_group=groups.ep, read=read
     )
-    return checkpoint.gather_ranks(stage, groups.pp)
+    return share_tensors(stage, groups.pp)
 
 
 def weight_manifest(model: GPTModel, hf_config, groups) -> Manifest:

@@ -16,6 +16,7 @@ from loguru import logger
 from skyrl.backends.skyrl_train.weight_sync import WeightChunk, WeightExtractor
 
 from isoexec.runtimes.handshake import check_process_served, check_weights, handshake, process_identity
+from isoexec.runtimes.megatron.exchange import gather_texts
 from isoexec.runtimes.megatron.hf_files import HFFiles
 from isoexec.runtimes.skyrl.config import SYNC_VARIABLE, uses_gpus
 from isoexec.runtimes.skyrl.tensors import write_tensors
@@ -66,8 +67,7 @@ class Sync:
             return
         if self._syncs:
             check_process_served(whole=self.worker.whole)
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, process_identity("trainer", self.worker.folder).to_json())
+        ranks = gather_texts(process_identity("trainer", self.worker.folder).to_json())
         if dist.get_rank() != 0:
             return
         identities = {f"trainer {rank}": text for rank, text in enumerate(ranks)}
