@@ -23,6 +23,7 @@ from isoexec.contract import (
     read_config,
     sha256_hex,
 )
+from isoexec.contract.architectures import REGIONS
 from isoexec.contract.canonical import LARGEST_TEXT, parse_json
 from isoexec.contract.identity import PARTS, advice
 from isoexec.contract.types import BACKENDS, GDN_CHUNKS, GDN_FORMS
@@ -147,7 +148,8 @@ def _numerics(options) -> dict:
 
 
 def _verify(options) -> int:
-    check_model(options.model)
+    if options.model is not None:
+        check_model(options.model)
     from isoexec.verify.run import make_options, verify
 
     return verify(
@@ -166,7 +168,8 @@ def _verify(options) -> int:
 
 
 def _audit(options) -> int:
-    check_model(options.model)
+    if options.model is not None:
+        check_model(options.model)
     from isoexec.verify.audit.run import audit
 
     return audit(options.model, options.json, options.timeout)
@@ -206,6 +209,8 @@ def _train(options) -> int:
 
 
 def _contract_build(options) -> int:
+    if options.output.is_dir() or not options.output.parent.is_dir():
+        raise ContractError(f"-o {options.output}: expected a file in a folder that exists")
     contract = contract_for_model(options.model, options.backend, **_numerics(options))
     if not options.no_composition:
         from isoexec.runtimes import compose
@@ -260,6 +265,8 @@ def _contract_check(options) -> int:
 
     refusal = None
     try:
+        if contract.architecture not in REGIONS:
+            raise ContractError(f"architecture: expected one of {', '.join(REGIONS)}, found {contract.architecture}; no runtime runs it")
         if config is not None:
             evidence.check_model(contract, model_digest(config))
         compose.check_installed(contract)
@@ -344,8 +351,8 @@ def _read_contract(file: Path) -> ExecutionContract:
 
 def _read_parts(file: Path) -> dict:
     """semantic, numerical_policy and deployment of a contract or of an identity."""
-    text = _read(file)
     try:
+        text = _read(file)
         value = parse_json(text, "the file")
         if isinstance(value, dict) and "role" in value:
             return Identity.from_json(text).__dict__
@@ -359,7 +366,7 @@ def _read(file: Path) -> str:
         with open(file, encoding="utf-8") as opened:
             return opened.read(LARGEST_TEXT + 1)
     except UnicodeDecodeError as error:
-        raise ContractError(f"{file}: not UTF-8 text: {error}") from None
+        raise ContractError(f"not UTF-8 text: {error}") from None
 
 
 def _entry_row(entry) -> tuple[str, ...]:

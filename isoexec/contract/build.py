@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from isoexec.contract.canonical import bits64, sha256_hex
+from isoexec.contract.architectures import REGIONS
 from isoexec.contract.checkpoints import check_checkpoint
 from isoexec.contract.errors import ContractError
 from isoexec.contract.types import ExecutionContract, Numerics
@@ -29,6 +31,7 @@ _SIZES = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "num_experts",
+    "num_local_experts",
     "num_experts_per_tok",
     "n_routed_experts",
     "n_shared_experts",
@@ -79,18 +82,42 @@ def contract_for_model(folder, backend: str, **numerics) -> ExecutionContract:
         numerics: constants of :class:`Numerics` that are to differ from that.
 
     Raises:
-        ContractError: see :func:`read_config`; or an entry that the model function does not cover, a width that no number of leaves
-            divides, a constant that is not allowed.
+        ContractError: see :func:`read_config`; or an entry that the model function does not cover, sizes that do not fit each other, a
+            width that no number of leaves divides, a constant that is not allowed.
     """
     config = read_config(folder)
     text = config.get("text_config", config)
+    where = f"model {str(folder)!r}: config.json: "
+    if config["architectures"][0] not in REGIONS:
+        raise ContractError(f"{where}architectures: expected one of {', '.join(REGIONS)}, found {config['architectures'][0]}")
+    _check_relations(text, where)
     for entries in (text, {"quantization_config": config.get("quantization_config")}):  # a nested file has it outside
-        check_checkpoint(config["architectures"][0], entries, f"model {str(folder)!r}: config.json: ")
-    # The name depends on the family, and on the release that wrote the file.
-    experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts")
+        check_checkpoint(config["architectures"][0], entries, where)
+    experts = _experts(text)
     groups = combine_groups_for(experts) if experts else Numerics().combine_groups
     constants = Numerics(**({"row_leaves": _row_leaves(text), "combine_groups": groups} | numerics))
     return ExecutionContract(config["architectures"][0], backend, constants, model=model_digest(config))
+
+
+def _experts(text: dict) -> int | None:
+    """Routed experts of a layer, by the name of the family or of the release that wrote the file."""
+    return text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts")
+
+
+def _check_relations(text: dict, where: str) -> None:
+    """Refuse sizes that do not fit each other, and floats that are none."""
+    for name, divisor in (("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads")):
+        if text.get(name) and text.get(divisor) and text[name] % text[divisor]:
+            raise ContractError(f"{where}{divisor}: expected a divisor of the {text[name]} of {name}, found {text[divisor]}")
+    chosen, experts = text.get("num_experts_per_tok"), _experts(text)
+    if chosen and experts and chosen > experts:
+        raise ContractError(f"{where}num_experts_per_tok: expected at most the {experts} experts, found {chosen}")
+    rope = text.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ContractError(f"{where}rope_parameters: expected an object, found {rope!r}")
+    for name, value in (*((n, text.get(n)) for n in ("rms_norm_eps", "rope_theta")), ("rope_parameters.rope_theta", rope.get("rope_theta"))):
+        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise ContractError(f"{where}{name}: expected a positive number, found {value!r}")
 
 
 def model_digest(config: dict) -> str:
@@ -133,18 +160,22 @@ def _row_leaves(config: dict) -> int:
 
 def _row_parallel_widths(config: dict) -> dict[str, int]:
     """K of every row-parallel product, by the config entries it comes from."""
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    if not heads or not hidden:
-        raise ContractError("config.json: num_attention_heads and hidden_size are missing")
+
+    def size(name: str) -> int:
+        if not config.get(name):
+            raise ContractError(f"config.json: {name} is missing; expected a positive integer")
+        return config[name]
+
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
     if config.get("kv_lora_rank"):  # latent attention: what a head puts out is as wide as its values
-        widths = {"num_attention_heads * v_head_dim": heads * config["v_head_dim"]}
+        widths = {"num_attention_heads * v_head_dim": heads * size("v_head_dim")}
     else:
         widths = {"num_attention_heads * head_dim": heads * (config.get("head_dim") or hidden // heads)}
     for name in ("intermediate_size", "shared_expert_intermediate_size"):
         if config.get(name):
             widths[name] = config[name]
     if config.get("n_shared_experts"):
-        widths["n_shared_experts * moe_intermediate_size"] = config["n_shared_experts"] * config["moe_intermediate_size"]
+        widths["n_shared_experts * moe_intermediate_size"] = config["n_shared_experts"] * size("moe_intermediate_size")
     if config.get("linear_num_value_heads"):
-        widths["linear_num_value_heads * linear_value_head_dim"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        widths["linear_num_value_heads * linear_value_head_dim"] = config["linear_num_value_heads"] * size("linear_value_head_dim")
     return widths

@@ -57,4 +57,5 @@ def check_checkpoint(architecture: str, text_config, where: str = "") -> None:
     Raises:
         ContractError: see :func:`check_settings`.
     """
-    check_settings(COVERED.get(architecture, ()), text_config, where)
+    advice = "this checkpoint computes another function than the one that is proven; unset ISOEXEC_CONTRACT to run upstream's kernels"
+    check_settings(COVERED.get(architecture, ()), text_config, where, advice)

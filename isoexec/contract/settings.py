@@ -20,13 +20,14 @@ class Setting(NamedTuple):
     otherwise: str
 
 
-def check_settings(settings: Iterable[Setting], root, where: str = "") -> None:
+def check_settings(settings: Iterable[Setting], root, where: str = "", advice: str = "") -> None:
     """Refuse the first setting whose value is not allowed; ``True`` is not 1.
 
     Args:
         settings: what to look at.
         root: object or mapping in which the paths begin.
         where: text before the setting's name, e.g. the file that holds it.
+        advice: what to do, where it is not to set the first allowed value.
 
     Raises:
         ContractError: names the setting, what was expected, what was found, what it would do and what to do.
@@ -35,10 +36,8 @@ def check_settings(settings: Iterable[Setting], root, where: str = "") -> None:
         found = functools.reduce(_step, setting.path.split("."), root)
         if not any(found is value or (type(found) is type(value) and found == value) for value in setting.allowed):
             expected = " or ".join(map(_name, setting.allowed))
-            raise ContractError(
-                f"{where}{setting.path}: expected {expected}, found {_name(found)}: {setting.otherwise}; set it to "
-                f"{_name(setting.allowed[0])}, or unset ISOEXEC_CONTRACT to run upstream's kernels"
-            )
+            to_do = advice or f"set it to {_name(setting.allowed[0])}, or unset ISOEXEC_CONTRACT to run upstream's kernels"
+            raise ContractError(f"{where}{setting.path}: expected {expected}, found {_name(found)}: {setting.otherwise}; {to_do}")
 
 
 def _step(value, name: str):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
-from isoexec.contract import contract_for_model
+from isoexec.contract import ContractError, contract_for_model, read_config
+from isoexec.contract.weights import check_weights
+from isoexec.verify.settings import ARCHITECTURES, MAX_MODEL_LEN
 
 
 def positive(text: str) -> float:
@@ -19,14 +22,29 @@ def positive(text: str) -> float:
     return number
 
 
-def check_model(folder: str | None) -> None:
-    """Refuse a checkpoint before torch is imported, which takes far longer than to read a file.
-
-    Args:
-        folder: HF-format checkpoint; None: one will be made.
+def check_model(folder: Path | str) -> dict:
+    """The HF config of a checkpoint that both runtimes can run; without torch, whose import takes far longer than to read a file.
 
     Raises:
-        ContractError: no contract can be built for it.
+        ContractError: not an HF folder, an architecture, entry or size that is not covered, weight files that are not there or not whole,
+            or too short a context.
     """
-    if folder is not None:
-        contract_for_model(folder, "cpu")  # widths and entries are judged alike on every backend
+    folder = Path(folder)
+    config = read_config(folder)
+    architecture = config["architectures"][0]
+    if architecture not in ARCHITECTURES:
+        raise ContractError(
+            f"model {str(folder)!r}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    text = text_config(config)
+    for name, least in (("vocab_size", 8), ("max_position_embeddings", MAX_MODEL_LEN)):
+        if not isinstance(text.get(name), int) or text[name] < least:
+            raise ContractError(f"model {str(folder)!r}: config.json: {name}: expected at least {least}, found {text.get(name)!r}")
+    contract_for_model(folder, "cpu")  # widths and entries are judged alike on every backend
+    check_weights(folder)
+    return config
+
+
+def text_config(config: dict) -> dict:
+    """The part of an HF config that describes the language model."""
+    return config.get("text_config", config)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 from isoexec.contract import ContractError
+from isoexec.contract.weights import read_header
 
 #: Rounded into every hidden state of the model, so the fault is small but everywhere downstream. The prefix tells a text-only checkpoint from
 #: one with a vision tower; a draft head (``mtp.layers.0...``), which neither side loads, has another.
@@ -25,7 +25,7 @@ def plant_ulp(model: Path, folder: Path) -> str:
     Raises:
         ContractError: a safetensors file is not whole, or none that the runtimes read holds :data:`PLANTED_WEIGHT` in bf16.
     """
-    headers = {shard: _header(shard) for shard in sorted(model.glob("*.safetensors"))}
+    headers = {shard: read_header(shard) for shard in sorted(model.glob("*.safetensors"))}
     single = model / "model.safetensors"
     other = ""
     for shard, (header, data_start) in headers.items():
@@ -43,24 +43,6 @@ def plant_ulp(model: Path, folder: Path) -> str:
                 _flip_lowest_bit(folder / shard.name, data_start + entry["data_offsets"][0])
                 return name
     raise ContractError(f"model {str(model)!r}: no weight {PLANTED_WEIGHT!r} in BF16 in its safetensors to plant a fault in{other}")
-
-
-def _header(shard: Path) -> tuple[dict, int]:
-    """Tensors of a safetensors file by name, and where their data starts."""
-    size = shard.stat().st_size
-    with open(shard, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(min(length, size)))
-            header.pop("__metadata__", None)
-            expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, AttributeError, LookupError, TypeError):
-            raise ContractError(f"model {str(shard.parent)!r}: {shard.name} is no safetensors file; download or convert it again") from None
-    if size != expected:
-        raise ContractError(
-            f"model {str(shard.parent)!r}: {shard.name} is not whole: expected {expected} bytes, found {size}; download or convert it again"
-        )
-    return header, 8 + length
 
 
 def _flip_lowest_bit(path: Path, offset: int) -> None:

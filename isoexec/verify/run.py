@@ -15,15 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, Numerics, contract_for_model, read_config
+from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, Numerics, contract_for_model
 from isoexec.verify.accuracy import Accuracy, measure
+from isoexec.verify.arguments import check_model, text_config
 from isoexec.verify.arm import FIRST_WEIGHTS, ArmRun, ModelUnderTest
 from isoexec.verify.compare import Comparison
 from isoexec.verify.plant import plant_ulp
 from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import Worker, WorkerError, WorkerGroup, WorkerRefused
 from isoexec.verify.report import table, write_json, write_picture
-from isoexec.verify.settings import ARCHITECTURES, MADE_ARCHITECTURES, MAX_MODEL_LEN, Plan, brief_plan, control_plan, full_plan, quick_plan
+from isoexec.verify.settings import ARCHITECTURES, MADE_ARCHITECTURES, Plan, brief_plan, control_plan, full_plan, quick_plan
 from isoexec.verify.trace.mismatch import Traceback
 from isoexec.verify.verdict import BAD_INPUT, INCONCLUSIVE, Verdict, add_changed_logprobs
 
@@ -309,29 +310,6 @@ class _Run:
         return status
 
 
-def check_model(folder: Path) -> dict:
-    """The HF config of a model that can be verified.
-
-    Raises:
-        ContractError: not an HF folder, an architecture that is not supported, no safetensors, or too short a context.
-    """
-    config = read_config(folder)
-    architecture = config["architectures"][0]
-    if architecture not in ARCHITECTURES:
-        raise ContractError(
-            f"model {str(folder)!r}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"
-        )
-    if not any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
-        raise ContractError(
-            f"model {str(folder)!r}: neither model.safetensors nor model.safetensors.index.json; convert the weights with save_pretrained"
-        )
-    text = text_config(config)
-    for name, least in (("vocab_size", 8), ("max_position_embeddings", MAX_MODEL_LEN)):
-        if not isinstance(text.get(name), int) or text[name] < least:
-            raise ContractError(f"model {str(folder)!r}: config.json: {name}: expected at least {least}, found {text.get(name)!r}")
-    return config
-
-
 def _contract_of(folder: Path, numerics: dict) -> ExecutionContract:
     """The contract of a checkpoint, pinned to the ops of this installation: the workers refuse to run others."""
     from isoexec.runtimes.compose import composed  # imports torch, which bad input has no need of
@@ -346,11 +324,6 @@ def _finite(numbers: dict) -> dict:
 
 def _said(error: float | None) -> str:
     return "not finite" if error is None else f"{error:.3e}"
-
-
-def text_config(config: dict) -> dict:
-    """The part of an HF config that describes the language model."""
-    return config.get("text_config", config)
 
 
 def worker_environment(contract: Path | None) -> dict[str, str | None]:

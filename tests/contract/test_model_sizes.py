@@ -91,3 +91,27 @@ def test_entries_of_a_nested_file_are_looked_at_inside_and_outside(tmp_path):
         build(quantization_config={"quant_method": "awq"})
     with pytest.raises(ContractError, match="attention_bias: expected None or False, found True"):
         build({"attention_bias": True})
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures: expected one of Qwen3ForCausalLM, .*, found LlamaForCausalLM"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of the 20 of num_attention_heads, found 3"),
+        ({"num_experts_per_tok": 65}, "num_experts_per_tok: expected at most the 64 experts, found 65"),
+        ({"rope_parameters": [1]}, r"rope_parameters: expected an object, found \[1\]"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta: expected a positive number, found 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a positive number, found nan"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps: expected a positive number, found '1e-6'"),
+        ({"num_local_experts": "8"}, "num_local_experts: expected a positive integer, found '8'"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(contract_of, entries, message):
+    with pytest.raises(ContractError, match=f"config.json: {message}"):
+        contract_of(**entries)
+
+
+@pytest.mark.parametrize("name", ["v_head_dim", "moe_intermediate_size", "num_attention_heads", "hidden_size"])
+def test_a_size_that_is_missing_is_named(contract_of, name):
+    with pytest.raises(ContractError, match=f"config.json: {name} is missing"):
+        contract_of(**{name: None})

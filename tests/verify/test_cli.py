@@ -1,5 +1,6 @@
 """The command line: contracts, and bad input in one line with exit status 2."""
 
+import dataclasses
 import fcntl
 import json
 import subprocess
@@ -163,3 +164,24 @@ def test_a_build_decides_the_device(monkeypatch, version, device, hidden):
     """GPUs are hidden from the processes of a build for the CPU, which would find another device than their contract's."""
     monkeypatch.setattr("isoexec.verify.run.importlib.metadata.version", lambda name: version)
     assert backend() == device and (worker_environment(None).get("CUDA_VISIBLE_DEVICES") == "") is hidden
+
+
+@pytest.mark.parametrize("place", [".", "absent/c.json"])
+def test_a_contract_needs_a_file_in_a_folder(tmp_path, monkeypatch, capsys, place):
+    monkeypatch.chdir(tmp_path)
+    assert main(["contract", "build", "--model", write(tmp_path / "m"), "--backend", "cpu", "-o", place]) == 2
+    assert f"-o {place}: expected a file in a folder that exists" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_contract_of_a_model_that_nothing_runs_does_not_pass(tmp_path, capsys):
+    file = tmp_path / "c.json"
+    file.write_text(dataclasses.replace(contract_for_model(write(tmp_path / "m"), "cpu"), architecture="LlamaForCausalLM").to_json())
+    assert main(["contract", "check", str(file)]) == 1
+    assert "found LlamaForCausalLM; no runtime runs it" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_text_is_named_once(tmp_path, capsys):
+    (tmp_path / "c.json").write_bytes(b"\xff\xfe")
+    assert main(["contract", "show", str(tmp_path / "c.json")]) == 2
+    assert capsys.readouterr().err.count("c.json") == 1

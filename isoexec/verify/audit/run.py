@@ -18,7 +18,8 @@ from isoexec.verify.audit.report import (
 )  # fmt: skip
 from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import WorkerError, WorkerGroup, WorkerRefused
-from isoexec.verify.run import backend, check_backend, check_model, text_config, worker_environment
+from isoexec.verify.arguments import check_model, text_config
+from isoexec.verify.run import backend, check_backend, worker_environment
 from isoexec.verify.settings import MADE_ARCHITECTURES
 
 _AUX_LOSS = 0.01  # the router's loss hangs on the path in training; it must not lie on it

@@ -72,7 +72,8 @@ def _compare(options) -> int:
 
 def _run(options) -> int:
     for model in (options.model, options.trainer_model):
-        check_model(model)
+        if model is not None:
+            check_model(model)
     from isoexec.verify.trace.session import run
 
     found, file, notes = run(options)

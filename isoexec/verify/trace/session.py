@@ -16,7 +16,8 @@ from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
 from isoexec.verify.progress import Progress
 from isoexec.verify.prompts import make_prompts, packings, request_seeds
 from isoexec.verify.protocol import WorkerError, WorkerGroup, WorkerRefused
-from isoexec.verify.run import backend, check_backend, check_model, text_config, worker_environment
+from isoexec.verify.arguments import check_model, text_config
+from isoexec.verify.run import backend, check_backend, worker_environment
 from isoexec.verify.settings import MAX_MODEL_LEN
 from isoexec.verify.trace.bundle import Sequence
 from isoexec.verify.trace.report import Report
