@@ -65,7 +65,8 @@ def create_environment(uv: str, venv: Path) -> None:
     builders = venv / "builders.txt"
     builders.write_text(locked("setuptools"))
     _show_progress([uv, "pip", "install", "--no-deps", *options, "--requirements", builders], index.environment(), do)
-    _show_progress([uv, "pip", "sync", *options, "--no-build-isolation", LOCK], index.environment(), do)
+    # Bytecode once here, as pip does: a run starts up to a dozen processes at a time, each of which would compile what it imports.
+    _show_progress([uv, "pip", "sync", *options, "--no-build-isolation", "--compile-bytecode", LOCK], index.environment(), do)
 
 
 def unpack_extensions(wheel: Path, tree: Path) -> None:

@@ -69,6 +69,12 @@ def test_an_offline_bundle_serves_and_what_the_lock_does_not_name_goes(bundle, v
     assert not (packages(venv) / "tiny").exists() and (packages(venv) / "setuptools").is_dir()
 
 
+def test_what_is_installed_is_compiled_once(bundle, venv, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # whoever sets it pays at every start for what is not
+    create(venv)
+    assert [file.suffix for file in (packages(venv) / "tiny" / "__pycache__").iterdir()] == [".pyc"]
+
+
 def test_a_wheel_of_another_hash_is_not_installed(bundle, venv):
     """Same name and version, one line more: refused, and the locked one is taken when it is back."""
     good = (bundle / "tiny-1.0-py3-none-any.whl").read_bytes()
