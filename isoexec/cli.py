@@ -63,12 +63,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="isoexec", description="One policy, executed by rollout engine and trainer in the same bits.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    verify = verbs.add_parser("verify", help="compare the logprobs of vLLM and Megatron, bit for bit")
+    verify = verbs.add_parser(
+        "verify",
+        help="compare the logprobs of vLLM and Megatron, bit for bit",
+        description="Exit status: 0 all bits equal, 1 some token differs, 2 refused (bad input, or processes that do not agree on what they "
+        "run), 3 inconclusive (a process died, or a setting did not do what it claims).",
+    )
     verify.add_argument("--model", metavar="FOLDER", help="HF-format checkpoint (default: a small random one is made)")
     verify.add_argument("--full", action="store_true", help="the whole matrix of settings")
     verify.add_argument("--out", default="out", metavar="FOLDER", help="for verify.json, verify.png and logs/ (default: out)")
-    verify.add_argument("--prompts", type=int, metavar="N", help="at most N prompts (a large model on a small machine)")
-    verify.add_argument("--tokens", type=int, metavar="N", help="at most N new tokens for each prompt")
+    verify.add_argument("--prompts", type=int, metavar="N", help="at most N prompts, 16 or more (a large model on a small machine)")
+    verify.add_argument("--tokens", type=int, metavar="N", help="at most N new tokens for each prompt, 8 or more")
     verify.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
     verify.add_argument(
         "--plant-ulp", action="store_true", help="self-test: move one weight of the trainer's copy by one ulp; exit status 1 is expected"
@@ -98,7 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
 
     _add_contract(
-        verbs.add_parser("contract", help="build, show, compare or check a contract").add_subparsers(required=True, metavar="VERB")
+        verbs.add_parser(
+            "contract",
+            help="build, show, compare or check a contract",
+            description="Exit status: 0 all right, 1 something differs, 2 bad input (docs/contract.md).",
+        ).add_subparsers(required=True, metavar="VERB")
     )
     return parser
 

@@ -9,6 +9,8 @@ from isoexec.contract.errors import ContractError
 
 PARTS = ("semantic", "numerical_policy", "deployment")
 
+_LONGEST = 160  # characters of a value that are shown
+
 #: Beginning of a path below ``numerical_policy`` -> what to do about a difference; the first that fits.
 _ADVICE = (
     ("contract", "start both sides with the same ISOEXEC_CONTRACT file"),
@@ -32,7 +34,15 @@ class Difference:
     theirs: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.ours} against {self.theirs}"
+        ours, theirs = self.shown
+        return f"{self.path}: {ours} against {theirs}"
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """Both values; of long ones what lies about the first character in which they differ."""
+        first = next((at for at, (a, b) in enumerate(zip(self.ours, self.theirs)) if a != b), min(len(self.ours), len(self.theirs)))
+        start = max(first - 40, 0) if max(len(self.ours), len(self.theirs)) > _LONGEST else 0
+        return _cut(self.ours, start), _cut(self.theirs, start)
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,8 @@ def refusal(ours: str, theirs: str, found: list[Difference]) -> str:
         if found[1:]
         else ""
     )
-    return f"{first.path}: {ours} has {_cut(first.ours)}, {theirs} has {_cut(first.theirs)}; {advice(first.path)}{more}"
+    values = first.shown
+    return f"{first.path}: {ours} has {values[0]}, {theirs} has {values[1]}; {advice(first.path)}{more}"
 
 
 def advice(path: str) -> str:
@@ -154,5 +165,6 @@ def _text(container: dict, key: str) -> str:
     return canonical_json(container[key]) if key in container else "absent"
 
 
-def _cut(text: str, most: int = 160) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
+def _cut(text: str, start: int) -> str:
+    stop = start + _LONGEST
+    return f"{'...' if start else ''}{text[start:stop]}{'...' if len(text) > stop else ''}"

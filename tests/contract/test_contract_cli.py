@@ -5,6 +5,7 @@ import json
 import pytest
 
 from isoexec.cli import main
+from isoexec.contract import Difference
 from isoexec.runtimes import evidence
 
 CONFIG = {
@@ -145,3 +146,10 @@ def test_a_gpu_contract_without_composition(contract, tmp_path, capsys):
     arguments = ["contract", "build", "--model", str(contract[1]), "--backend", "cuda", "-o", str(tmp_path / "gpu.json")]
     assert main([*arguments, "--no-composition"]) == 0
     assert json.loads((tmp_path / "gpu.json").read_text())["composition"] == []
+
+
+def test_long_values_are_shown_where_they_differ():
+    same = "a" * 500
+    assert str(Difference("p", f"{same}x", f"{same}y")) == f"p: ...{'a' * 40}x against ...{'a' * 40}y"
+    assert str(Difference("p", same, same[:10])) == f"p: {same[:160]}... against {same[:10]}"
+    assert str(Difference("p", "1", "2")) == "p: 1 against 2"

@@ -29,3 +29,11 @@ def test_help_names_every_status(capsys, verb):
     told = capsys.readouterr().out
     assert ended.value.code == 0
     assert all(verdict in told for verdict in ("identical", "divergent", "bad input", "inconclusive"))
+
+
+@pytest.mark.parametrize("arguments", [["run", "--html"], ["run", "--bundle"], ["compare", "a.zip", "--html"]])
+@pytest.mark.parametrize("place", [".", "absent/page"])
+def test_a_file_that_cannot_be_written_is_told_first(tmp_path, monkeypatch, capsys, arguments, place):
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", *arguments, place]) == 2
+    assert capsys.readouterr().err == f"isoexec: trace: {place}: expected a file in a folder that exists\n"

@@ -64,13 +64,22 @@ def add_verbs(parser, formatter) -> None:
         verb.add_argument("--html", type=Path, metavar="FILE", help="also write one self-contained HTML page")
 
 
+def _check_outputs(*files: Path | None) -> None:
+    """Refuse a file that cannot be written while nothing is lost by it."""
+    for file in files:
+        if file and (file.is_dir() or not file.parent.is_dir()):
+            raise ContractError(f"trace: {file}: expected a file in a folder that exists")
+
+
 def _compare(options) -> int:
+    _check_outputs(options.html)
     if len(options.bundles) > 2:
         raise ContractError(f"trace compare: expected one or two bundles, found {len(options.bundles)}")
     return _show(open_report(options.bundles), options)
 
 
 def _run(options) -> int:
+    _check_outputs(options.html, options.bundle)
     for model in (options.model, options.trainer_model):
         if model is not None:
             check_model(model)
