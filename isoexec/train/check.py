@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from isoexec.contract import ContractError, read_config
+from isoexec.runtimes.megatron.hf_files import HFFiles
+from isoexec.runtimes.skyrl.config import ConfigError, check_numbers, resolve
+from isoexec.runtimes.skyrl.layout import layout_of, run_contract
 from isoexec.train import data
 from isoexec.train.section import RecipeSection, recipe_section
 
@@ -39,15 +43,19 @@ def prepare(composed: DictConfig) -> Ready:
         ContractError: what cannot be run, in one line.
     """
     config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
+    with _one_line():
+        check_numbers(OmegaConf.to_container(config))
     recipe = recipe_section(OmegaConf.to_container(config.pop("recipe")))
     _check_backend(recipe)
     if not config.trainer.policy.model.path:
         raise ContractError("trainer.policy.model.path: must be given, a folder with a checkpoint in HF format")
     context = _check_model(config)
-    tokenizer = _tokenizer(config.trainer.policy.model.path)
     if recipe.task is None:
         _check_files(config)
-    else:
+    elif type(config.isoexec.seed) is not int:
+        raise ContractError(f"isoexec.seed: expected a whole number, from which problems are drawn, found {config.isoexec.seed!r}")
+    tokenizer = _tokenizer(config.trainer.policy.model.path)
+    if recipe.task is not None:
         folder = Path(config.isoexec.out) / "data"
         train, held_out = data.write_task(recipe.task, config.isoexec.seed, folder)
         config.data.train_data, config.data.val_data = [str(train)], [str(held_out)]
@@ -68,7 +76,7 @@ def _check_model(config: DictConfig) -> int:
     """Tokens of the model's context.
 
     Raises:
-        ContractError: no such folder, no weights, or a context that prompt and response do not fit.
+        ContractError: no such folder, no weights or damaged ones, or a context that prompt and response do not fit.
     """
     path = Path(config.trainer.policy.model.path)
     model = read_config(path)
@@ -76,6 +84,7 @@ def _check_model(config: DictConfig) -> int:
         raise ContractError(
             f"model {str(path)!r}: no *.safetensors file, and pickled weights are not loaded; convert them with save_pretrained"
         )
+    HFFiles(path).check()
     context = model.get("text_config", model).get("max_position_embeddings")
     prompt, response = config.trainer.max_prompt_length, config.generator.sampling_params.max_generate_length
     if not isinstance(context, int) or prompt + response > context:
@@ -109,11 +118,19 @@ def _check_files(config: DictConfig) -> None:
 
 
 def _check_run(config: DictConfig) -> None:
-    """What the run itself checks of its configuration: SkyRL's types and rules, and those of the contract."""
-    from isoexec.runtimes.skyrl.config import ConfigError, resolve
+    """What the run itself checks of its configuration: SkyRL's types and rules, those of the contract, and the trainer's layout."""
+    with _one_line():
+        typed = resolve(config)
+    if typed.isoexec.arm == "isoexec":
+        run_contract(typed)
+    else:
+        layout_of(typed)
 
+
+@contextlib.contextmanager
+def _one_line():
     try:
-        resolve(config)
+        yield
     except ConfigError as error:
         raise ContractError(" ".join(str(error).split())) from error
 

@@ -6,13 +6,14 @@ stacked in two tensors. A tower and multi-token-prediction layers, which no poli
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from isoexec.contract import ContractError
@@ -29,7 +30,7 @@ class HFFiles:
     """Tensors of a folder, read one at a time by the names of :mod:`isoexec.runtimes.megatron.mapping`.
 
     Raises:
-        ContractError: the folder holds no safetensors.
+        ContractError: the folder holds no safetensors, or one that cannot be read; so do the methods that read.
     """
 
     def __init__(self, folder: str | Path):
@@ -56,17 +57,34 @@ class HFFiles:
             self._where |= {f"{prefix}.{e}.{half}_proj.weight": (stored, e, part) for half, part in halves.items()}
 
     def _shape(self, stored: str) -> list[int]:
-        with safe_open(self._file_of[stored], "pt") as file:
+        with _opened(self._file_of[stored]) as file:
             return file.get_slice(stored).get_shape()
 
     def names(self) -> set[str]:
         """Names of the language model's tensors."""
         return set(self._where)
 
+    def check(self) -> None:
+        """Open every file, whose header says how long it is.
+
+        Raises:
+            ContractError: a file is damaged, or lacks a tensor that the index says is in it.
+        """
+        expected: dict[Path, set[str]] = {}
+        for stored, path in self._file_of.items():
+            expected.setdefault(path, set()).add(stored)
+        for path, names in sorted(expected.items()):
+            with _opened(path) as file:
+                if missing := sorted(names - set(file.keys())):
+                    raise ContractError(
+                        f"checkpoint: {path} lacks {len(missing)} of the {len(names)} tensors that its index names, first {missing[0]}; "
+                        "download it again"
+                    )
+
     def tensor(self, name: str) -> Tensor:
         """One tensor as stored, on the CPU."""
         stored, expert, rows = self._where[name]
-        with safe_open(self._file_of[stored], "pt") as file:
+        with _opened(self._file_of[stored]) as file:
             return file.get_tensor(stored) if expert is None else file.get_slice(stored)[expert, rows]
 
     def in_stored_form(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -78,8 +96,22 @@ class HFFiles:
         return tensors | {name: self._read_carried(name) for name in self._carried}
 
     def _read_carried(self, stored: str) -> Tensor:
-        with safe_open(self._file_of[stored], "pt") as file:
+        with _opened(self._file_of[stored]) as file:
             return file.get_tensor(stored)
+
+
+@contextlib.contextmanager
+def _opened(path: Path):
+    """A safetensors file, open.
+
+    Raises:
+        ContractError: names a file that cannot be read, now or inside the block.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ContractError(f"checkpoint: {path} cannot be read: {error}; download or convert it again") from error
 
 
 def _stack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -110,7 +142,7 @@ def _file_of(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if single.exists():
-        with safe_open(single, "pt") as file:
+        with _opened(single) as file:
             return {name: single for name in file.keys()}
     if index.exists():
         try:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from isoexec.contract import ContractError, ExecutionContract
+from isoexec.contract.layouts import CONTEXT, EXPERT_TENSOR, check_claims, check_degrees
 from isoexec.contract.settings import UNROUTED, Setting, check_settings
 from isoexec.runtimes import activation
 
@@ -32,7 +33,7 @@ COMMON = (
     Setting("cpu_offloading", (False,), "offload hooks are not called by the layers"),
     Setting("fine_grained_activation_offloading", (False,), "offload hooks are not called by the layers"),
     Setting("cuda_graph_impl", ("none",), "captured graphs replay without the op registry"),
-    Setting("context_parallel_size", (1,), "no layer fetches keys, values or states of the other ranks"),
+    CONTEXT,
     Setting("mtp_num_layers", (None, 0), UNROUTED),
     Setting("use_mup", (False,), UNROUTED),
     Setting("heterogeneous_block_specs", (False,), "layers would differ"),
@@ -88,7 +89,7 @@ _LATENT = (
 _NO_EXPERTS = (Setting("num_moe_experts", (None,), _OTHER),)
 
 _EXPERTS = (
-    Setting("expert_tensor_parallel_size", (1,), "the K of an expert's matrices is never split"),
+    EXPERT_TENSOR,
     Setting("moe_router_load_balancing_type", ("none", "aux_loss"), "the router would choose, or be trained, otherwise"),
     Setting("moe_router_force_load_balancing", (False,), "tokens would be routed at random"),
     Setting("moe_router_force_biased", (None,), "tokens would be routed at random"),
@@ -140,13 +141,6 @@ ARCHITECTURES: dict[str, tuple[Setting, ...]] = {
 #: Architectures whose rotary embedding turns part of a head.
 PARTIAL_ROPE = tuple(name for name in ARCHITECTURES if name.startswith("Qwen3_5"))
 
-#: (claim, config field): the degree in use must not exceed the claim.
-_DEGREES = (
-    ("trainer_tp", "tensor_model_parallel_size"),
-    ("trainer_pp", "pipeline_model_parallel_size"),
-    ("trainer_ep", "expert_model_parallel_size"),
-)
-
 
 def check(contract: ExecutionContract, config) -> None:
     """Refuse a model whose bits the contract does not cover.
@@ -170,49 +164,8 @@ def check(contract: ExecutionContract, config) -> None:
             "backend (bits are promised within one)"
         )
     check_settings(COMMON + ARCHITECTURES[contract.architecture], config)
-    for claim, field in _DEGREES:
-        claimed, used = getattr(contract.claims, claim), getattr(config, field)
-        if used > claimed:
-            raise ContractError(
-                f"{field}: the contract claims at most {claimed} (claims.{claim}), found {used}; lower it, or build a contract "
-                "with the larger claim"
-            )
-    _check_tensor_parallel(contract, config)
-    if config.num_moe_experts is not None:
-        _check_experts(contract, config)
-
-
-def _check_tensor_parallel(contract: ExecutionContract, config) -> None:
-    degree = config.tensor_model_parallel_size
-    if degree == 1:
-        return
-    if contract.numerics.row_leaves % degree:
-        raise ContractError(
-            f"tensor_model_parallel_size: expected a divisor of numerics.row_leaves {contract.numerics.row_leaves}, found {degree}"
-        )
-    if config.num_query_groups % degree:
-        raise ContractError(
-            f"tensor_model_parallel_size: expected a divisor of the {config.num_query_groups} key/value heads, found {degree}: "
-            "heads are not split between ranks; lower it"
-        )
-    if config.sequence_parallel and not contract.claims.trainer_sp:
-        raise ContractError(
-            "sequence_parallel: the contract claims false (claims.trainer_sp), found True; switch it off, or build a contract that claims it"
-        )
-
-
-def _check_experts(contract: ExecutionContract, config) -> None:
-    groups = contract.numerics.combine_groups
-    if config.num_moe_experts % groups or groups % config.expert_model_parallel_size:
-        raise ContractError(
-            f"expert_model_parallel_size: expected a divisor of numerics.combine_groups {groups}, and that one of "
-            f"{config.num_moe_experts} experts, found {config.expert_model_parallel_size}; lower it, or build the contract from the checkpoint"
-        )
-    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise ContractError(
-            "sequence_parallel: expected True with experts under tensor parallelism, found False: every rank would train the experts "
-            "on the same tokens; switch it on"
-        )
+    check_claims(contract.claims, config)
+    check_degrees(contract.numerics, config)
 
 
 def activate(contract: ExecutionContract, config) -> None:

@@ -1,6 +1,11 @@
 """SkyRL's configuration with a section ``isoexec``, fitted to the machine and checked before anything starts."""
 
 import copy
+import dataclasses
+import functools
+import math
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,8 +88,16 @@ def resolve(config: TrainConfig | DictConfig | dict) -> TrainConfig:
     except ConfigError:
         raise
     except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError) as error:  # SkyRL checks some types by using them
-        raise ConfigError(f"configuration: {error}") from error
+        raise ConfigError(f"configuration: {_said(error)}") from error
     return typed
+
+
+def _said(error: Exception) -> str:
+    """An error's text; where it has none, as some assertions of SkyRL's, the line that raised it."""
+    if text := str(error):
+        return text
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"refused by {Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
 
 
 def uses_gpus() -> bool:
@@ -123,7 +136,65 @@ def _fit(config: TrainConfig) -> None:
 _DEFAULTS = TrainerConfig()
 
 
+#: Counts of which a run needs at least one. What is None is not looked at.
+_COUNTS = (
+    *(f"trainer.{name}" for name in (
+        "train_batch_size", "policy_mini_batch_size", "eval_batch_size", "micro_train_batch_size_per_gpu",
+        "micro_forward_batch_size_per_gpu", "max_prompt_length", "max_training_steps", "update_epochs_per_batch",
+        "placement.policy_num_nodes", "placement.policy_num_gpus_per_node",
+    )),
+    *(f"trainer.policy.megatron_config.{name}_parallel_size" for name in (
+        "tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor",
+    )),
+    *(f"generator.{name}" for name in (
+        "n_samples_per_prompt", "eval_n_samples_per_prompt", "sampling_params.max_generate_length",
+        "eval_sampling_params.max_generate_length",
+    )),
+    *(f"generator.inference_engine.{name}" for name in (
+        "num_engines", "tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size", "max_num_seqs",
+        "max_num_batched_tokens",
+    )),
+)  # fmt: skip
+_SEEDS = 1 << 32  # numpy's generator takes no more
+
+
+def check_numbers(config: Mapping) -> None:
+    """Refuse a number with which no run can start, whatever the model.
+
+    Args:
+        config: nested, plain; what it lacks is not looked at.
+
+    Raises:
+        ConfigError: a float that is not finite, a seed that no generator takes, a count below 1.
+    """
+    for path, value in _floats(config, ""):
+        if not math.isfinite(value):
+            raise ConfigError(f"{path}: expected a finite number, found {value}")
+    for path in ("isoexec.seed", "trainer.seed"):
+        seed = _entry(config, path)
+        if isinstance(seed, int) and not 0 <= seed < _SEEDS:
+            raise ConfigError(f"{path}: expected 0 to {_SEEDS - 1}, found {seed}")
+    for path in _COUNTS:
+        count = _entry(config, path)
+        if isinstance(count, int) and count < 1:
+            raise ConfigError(f"{path}: expected at least 1, found {count}")
+
+
+def _floats(value, path: str) -> Iterator[tuple[str, float]]:
+    """Every float below ``path``, and where it is."""
+    if isinstance(value, float):
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _floats(item, f"{path}.{key}" if path else str(key))
+
+
+def _entry(config: Mapping, path: str):
+    return functools.reduce(lambda part, name: part.get(name) if isinstance(part, Mapping) else None, path.split("."), config)
+
+
 def _check(config: TrainConfig) -> None:
+    check_numbers(dataclasses.asdict(config))
     own, trainer, generator = config.isoexec, config.trainer, config.generator
     _one_of("isoexec.arm", own.arm, ARMS)
     _one_of("isoexec.on_mismatch", own.on_mismatch, ON_MISMATCH)
@@ -172,6 +243,10 @@ def _check_contract_arm(config: TrainConfig) -> None:
         )
     _one_of("generator.sampling_params.logprobs", generator.sampling_params.logprobs, (0, 1), "the engine's logprobs are compared")
     _one_of("generator.inference_engine.enforce_eager", generator.inference_engine.enforce_eager, (True,))
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+        _one_of(
+            f"generator.inference_engine.{name}", getattr(generator.inference_engine, name), (1,), "an engine is not proven over several ranks"
+        )
     _one_of("generator.use_conversation_multi_turn", generator.use_conversation_multi_turn, (True,), "an appended token was not sampled")
     _one_of("trainer.remove_microbatch_padding", trainer.remove_microbatch_padding, (True,), "under a contract sequences are packed")
     _one_of("trainer.fused_lm_head_logprob", trainer.fused_lm_head_logprob, (False,), "it computes logprobs outside the op library")

@@ -8,9 +8,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from isoexec.contract import ContractError, ExecutionContract
-from isoexec.contract.build import contract_for_model
 from isoexec.runtimes.compose import composed
-from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, check_environment, resolve, uses_gpus
+from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, check_environment, resolve
+from isoexec.runtimes.skyrl.layout import run_contract
 
 
 class RunStopped(RuntimeError):
@@ -93,9 +93,8 @@ def _advice(trainer) -> str:
 
 def _contract(config: TrainConfig, out: Path) -> ExecutionContract:
     """The run's contract, written to ``out/contract.json``."""
-    if config.isoexec.contract is not None:
-        contract = ExecutionContract.from_json(Path(config.isoexec.contract).read_text(encoding="utf-8"))
-    else:
-        contract = composed(contract_for_model(config.trainer.policy.model.path, "cuda" if uses_gpus() else "cpu"))
+    contract = run_contract(config)
+    if config.isoexec.contract is None:
+        contract = composed(contract)
     (out / "contract.json").write_text(contract.to_json(), encoding="utf-8")
     return contract
