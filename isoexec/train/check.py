@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from isoexec.contract import ContractError, read_config
-from isoexec.runtimes.megatron.hf_files import HFFiles
+from isoexec.contract.weights import check_weights
 from isoexec.runtimes.skyrl.config import ConfigError, check_numbers, resolve
 from isoexec.runtimes.skyrl.layout import layout_of, run_contract
 from isoexec.train import data
@@ -84,7 +84,7 @@ def _check_model(config: DictConfig) -> int:
         raise ContractError(
             f"model {str(path)!r}: no *.safetensors file, and pickled weights are not loaded; convert them with save_pretrained"
         )
-    HFFiles(path).check()
+    check_weights(path)
     context = model.get("text_config", model).get("max_position_embeddings")
     prompt, response = config.trainer.max_prompt_length, config.generator.sampling_params.max_generate_length
     if not isinstance(context, int) or prompt + response > context:

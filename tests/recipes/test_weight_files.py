@@ -1,4 +1,4 @@
-"""A checkpoint whose files are damaged is refused before anything starts, by the name of the file."""
+"""A checkpoint whose files are damaged is refused by the name of the file, before anything starts and where a tensor is read."""
 
 import json
 import shutil
@@ -13,42 +13,25 @@ from isoexec.train.check import prepare
 from isoexec.train.compose import RECIPES
 
 
-@pytest.fixture
-def sharded(tmp_path):
-    """A folder whose two tensors lie in two files under an index."""
-    for part in ("a", "b"):
-        save_file({part: torch.ones(64)}, tmp_path / f"{part}.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
-    return tmp_path
-
-
-def cut(path, size=None):
+def cut(path):
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) - 1 if size is None else size])
+    path.write_bytes(whole[:-1])
 
 
-def test_whole_files_pass(sharded):
-    HFFiles(sharded).check()
-
-
-@pytest.mark.parametrize("size", [None, 4, 0])
-def test_a_file_that_ends_early_is_named(sharded, size):
-    cut(sharded / "b.safetensors", size)
-    with pytest.raises(ContractError, match="checkpoint: .*/b.safetensors cannot be read: .*; download or convert it again"):
-        HFFiles(sharded).check()
-
-
-def test_a_file_without_a_tensor_of_the_index_is_named(sharded):
-    save_file({"c": torch.ones(64)}, sharded / "b.safetensors")
-    with pytest.raises(ContractError, match="b.safetensors lacks 1 of the 1 tensors that its index names, first b"):
-        HFFiles(sharded).check()
-
-
-def test_reading_a_tensor_names_the_file_too(sharded):
-    files = HFFiles(sharded)
-    cut(sharded / "b.safetensors")
-    with pytest.raises(ContractError, match="b.safetensors cannot be read"):
+@pytest.mark.parametrize("index", [False, True])
+def test_reading_a_tensor_names_the_file(tmp_path, index):
+    name = "b.safetensors" if index else "model.safetensors"
+    save_file({"b": torch.ones(64)}, tmp_path / name)
+    if index:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": name}}))
+    files = HFFiles(tmp_path)
+    assert files.tensor("b").sum() == 64
+    cut(tmp_path / name)
+    with pytest.raises(ContractError, match=f"checkpoint: .*/{name} cannot be read: .*; download or convert it again"):
         files.tensor("b")
+    if not index:
+        with pytest.raises(ContractError, match=f"{name} cannot be read"):
+            HFFiles(tmp_path)
 
 
 def test_a_run_on_a_damaged_checkpoint_does_not_start(composed, tmp_path):
@@ -57,6 +40,6 @@ def test_a_run_on_a_damaged_checkpoint_does_not_start(composed, tmp_path):
     cut(model / "model.safetensors")
     config = composed("tiny-dense", f"trainer.policy.model.path={model}")
     config.isoexec.out = str(tmp_path / "out")
-    with pytest.raises(ContractError, match="model.safetensors cannot be read") as error:
+    with pytest.raises(ContractError, match="model.safetensors is not whole: expected .* bytes, found ") as error:
         prepare(config)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()

@@ -64,23 +64,6 @@ class HFFiles:
         """Names of the language model's tensors."""
         return set(self._where)
 
-    def check(self) -> None:
-        """Open every file, whose header says how long it is.
-
-        Raises:
-            ContractError: a file is damaged, or lacks a tensor that the index says is in it.
-        """
-        expected: dict[Path, set[str]] = {}
-        for stored, path in self._file_of.items():
-            expected.setdefault(path, set()).add(stored)
-        for path, names in sorted(expected.items()):
-            with _opened(path) as file:
-                if missing := sorted(names - set(file.keys())):
-                    raise ContractError(
-                        f"checkpoint: {path} lacks {len(missing)} of the {len(names)} tensors that its index names, first {missing[0]}; "
-                        "download it again"
-                    )
-
     def tensor(self, name: str) -> Tensor:
         """One tensor as stored, on the CPU."""
         stored, expert, rows = self._where[name]

@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import math
 import traceback
+import types
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,6 +182,24 @@ def check_numbers(config: Mapping) -> None:
             raise ConfigError(f"{path}: expected at least 1, found {count}")
 
 
+def _check_types(config, path: str = "") -> None:
+    """Refuse a value of another type than a number's or a switch's field declares; SkyRL takes any, and stumbles over it in an actor."""
+    hints = typing.get_type_hints(type(config))
+    for field_ in dataclasses.fields(config):
+        value, where = getattr(config, field_.name), f"{path}{field_.name}"
+        if dataclasses.is_dataclass(value):
+            _check_types(value, f"{where}.")
+            continue
+        hint = hints[field_.name]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = set(typing.get_args(hint) if union else (hint,)) - {type(None)}
+        if value is None or not all(kind in (int, float, bool) for kind in kinds):
+            continue
+        if type(value) not in (kinds | {int} if float in kinds else kinds):
+            expected = " or ".join(sorted(kind.__name__ for kind in kinds))
+            raise ConfigError(f"{where}: expected {expected}, found {value!r}")
+
+
 def _floats(value, path: str) -> Iterator[tuple[str, float]]:
     """Every float below ``path``, and where it is."""
     if isinstance(value, float):
@@ -194,6 +214,7 @@ def _entry(config: Mapping, path: str):
 
 
 def _check(config: TrainConfig) -> None:
+    _check_types(config)
     check_numbers(dataclasses.asdict(config))
     own, trainer, generator = config.isoexec, config.trainer, config.generator
     _one_of("isoexec.arm", own.arm, ARMS)
