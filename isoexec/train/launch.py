@@ -38,10 +38,11 @@ def train(recipe: str, overrides: list[str]) -> int:
     Raises:
         ContractError: bad input; nothing was started.
     """
-    from isoexec.train.check import prepare
     from isoexec.train.compose import compose
 
     composed = compose(recipe, overrides)
+    from isoexec.train.check import prepare  # a recipe that does not compose is refused before these imports are paid for
+
     out = Path(composed.isoexec.out)
     with _alone(out):
         config = prepare(composed).config

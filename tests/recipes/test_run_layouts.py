@@ -124,6 +124,21 @@ def test_a_contract_that_is_given_has_to_claim_the_layout(typed, large, tmp_path
     assert run_contract(typed("node", f"isoexec.contract={file}")).claims == claims
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda contract: dataclasses.replace(contract, backend="cuda").to_json(), "the contract names 'cuda', this run computes on 'cpu'"),
+        (lambda contract: dataclasses.replace(contract, model="0" * 64).to_json(), "built for a checkpoint whose configuration has sha256 000"),
+        (lambda contract: "{", "."),
+    ],
+)
+def test_a_contract_of_another_run_is_refused_before_anything_starts(typed, tmp_path, change, message):
+    file = tmp_path / "contract.json"
+    file.write_text(change(contract_for_model(RECIPES / "start" / "dense", "cpu")))
+    with pytest.raises(ContractError, match=f"^isoexec.contract: .*contract.json: .*{message}"):
+        run_contract(typed("tiny-dense", f"isoexec.contract={file}"))
+
+
 def test_engines_do_not_share_out_experts_over_data_parallel_ranks(typed):
     with pytest.raises(ContractError, match="data_parallel_size: expected 1 for a model with experts, found 2"):
         run_contract(typed("node", "generator.inference_engine.data_parallel_size=2"))

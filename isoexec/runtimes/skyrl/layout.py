@@ -7,9 +7,9 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from isoexec.contract import ContractError, ExecutionContract
-from isoexec.contract.build import contract_for_model
+from isoexec.contract import ContractError, ExecutionContract, contract_for_model, model_digest, read_config
 from isoexec.contract.layouts import Layout, check_claims, check_degrees, check_sizes
+from isoexec.runtimes import evidence
 from isoexec.runtimes.megatron.mapping import architecture_of, experts_of, linear_layers, sparse_layers
 from isoexec.runtimes.skyrl.config import TrainConfig, uses_gpus
 
@@ -58,13 +58,32 @@ def run_contract(config: TrainConfig) -> ExecutionContract:
             "would split each expert over the data-parallel ranks; use generator.inference_engine.num_engines"
         )
     if config.isoexec.contract is not None:
-        contract = ExecutionContract.from_json(Path(config.isoexec.contract).read_text(encoding="utf-8"))
+        contract = _given(config)
         check_claims(contract.claims, layout, _WHERE)
         check_degrees(contract.numerics, layout, _WHERE)
         return contract
-    contract = contract_for_model(config.trainer.policy.model.path, "cuda" if uses_gpus() else "cpu")
+    contract = contract_for_model(config.trainer.policy.model.path, _backend())
     check_degrees(contract.numerics, layout, _WHERE)
     return dataclasses.replace(contract, claims=layout.claims())
+
+
+def _given(config: TrainConfig) -> ExecutionContract:
+    """The contract in ``isoexec.contract``; a run's processes would refuse another backend or model than its own."""
+    file = config.isoexec.contract
+    try:
+        contract = ExecutionContract.from_json(Path(file).read_text(encoding="utf-8"))
+        if contract.backend != _backend():
+            raise ContractError(
+                f"backend: the contract names {contract.backend!r}, this run computes on {_backend()!r}; build a contract for this backend"
+            )
+        evidence.check_model(contract, model_digest(read_config(config.trainer.policy.model.path)))
+    except (OSError, ValueError) as error:  # also the contract's own
+        raise ContractError(f"isoexec.contract: {file}: {error}") from error
+    return contract
+
+
+def _backend() -> str:
+    return "cuda" if uses_gpus() else "cpu"
 
 
 def _text_config(folder: str):
