@@ -90,15 +90,16 @@ def check_sizes(layout: Layout, ranks: int, where: str = "") -> None:
     if layout.num_moe_experts is None:
         if layout.expert_model_parallel_size > 1:
             raise ContractError(
-                f"{where}expert_model_parallel_size: expected 1 for a model without experts, found {layout.expert_model_parallel_size}; set it to 1"
+                f"{where}expert_model_parallel_size: expected 1 for a model without experts, found {layout.expert_model_parallel_size}; "
+                "set it to 1"
             )
         return
     share = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size * layout.pipeline_model_parallel_size
     if ranks % share:
         raise ContractError(
             f"{where}expert_model_parallel_size: {layout.expert_model_parallel_size} x expert_tensor_parallel_size "
-            f"{layout.expert_tensor_parallel_size} x pipeline_model_parallel_size {layout.pipeline_model_parallel_size}: expected a divisor of "
-            f"the {ranks} ranks of the policy; lower one of them"
+            f"{layout.expert_tensor_parallel_size} x pipeline_model_parallel_size {layout.pipeline_model_parallel_size}: expected a "
+            f"divisor of the {ranks} ranks of the policy; lower one of them"
         )
 
 
@@ -142,7 +143,8 @@ def _check_experts(numerics: Numerics, layout, where: str) -> None:
     if layout.num_moe_experts % groups or groups % layout.expert_model_parallel_size:
         raise ContractError(
             f"{where}expert_model_parallel_size: expected a divisor of numerics.combine_groups {groups}, and that one of "
-            f"{layout.num_moe_experts} experts, found {layout.expert_model_parallel_size}; lower it, or build the contract from the checkpoint"
+            f"{layout.num_moe_experts} experts, found {layout.expert_model_parallel_size}; lower it, or build the contract from the "
+            "checkpoint"
         )
     if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
         raise ContractError(

@@ -104,7 +104,7 @@ REFUSED = [
     (["recipe.task=null"], "data.train_data: must be given"),
     (["recipe.task=null", "data.train_data=[/nowhere.parquet]"], "data.train_data: no file '/nowhere.parquet'"),
     (["trainer.policy_mini_batch_size=5"], "configuration: "),
-    (["trainer.policy_mini_batch_size=64"], r"configuration: refused by utils.py, line \d+: assert .*train_batch_size >= .*mini_batch_size"),
+    (["trainer.policy_mini_batch_size=64"], r"configuration: refused by utils.py, line \d+: assert .*batch_size >= .*mini_batch_size"),
     (["trainer.train_batch_size=0"], "trainer.train_batch_size: expected at least 1, found 0"),
     (["trainer.train_batch_size='32'"], "trainer.train_batch_size: expected int, found '32'"),
     (["trainer.placement.colocate_all=1"], "trainer.placement.colocate_all: expected bool, found 1"),

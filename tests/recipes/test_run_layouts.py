@@ -128,7 +128,7 @@ def test_a_contract_that_is_given_has_to_claim_the_layout(typed, large, tmp_path
     ("change", "message"),
     [
         (lambda contract: dataclasses.replace(contract, backend="cuda").to_json(), "the contract names 'cuda', this run computes on 'cpu'"),
-        (lambda contract: dataclasses.replace(contract, model="0" * 64).to_json(), "built for a checkpoint whose configuration has sha256 000"),
+        (lambda contract: dataclasses.replace(contract, model="0" * 64).to_json(), "a checkpoint whose configuration has sha256 000"),
         (lambda contract: "{", "."),
     ],
 )
