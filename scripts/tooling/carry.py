@@ -16,9 +16,7 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 import install
