@@ -36,14 +36,27 @@ class Overlay:
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}, "speculative_config"),
         ({"tensor_parallel_size": 2}, "parallel_config.tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "parallel_config.pipeline_parallel_size"),
-        ({"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}}, "rope_parameters.rope_type"),
-        ({"hf_overrides": {"attention_bias": True}}, "attention_bias"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_engine_setting(open_engine, checkpoint, arguments, name):
     with pytest.raises(ContractError, match=rf"{name}: expected .*, found .*set it to"):
         with open_engine(checkpoint, **arguments):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("entries", "name"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}, "rope_parameters.rope_type"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_model_of_another_function(open_engine, checkpoint, entries, name):
+    """The entries that vLLM reads, whatever the file says."""
+    with pytest.raises(ContractError, match=rf"{name}: expected .*, found .*this checkpoint computes another function"):
+        with open_engine(checkpoint, hf_overrides=entries):
             pass
 
 
