@@ -132,7 +132,8 @@ def main() -> None:
         os.environ[CONTRACT_VARIABLE] = str(file)
         sides = Sides(model, contract)
         size = sum(t.numel() * t.element_size() for t in sides.trainer.gpt.parameters())
-        medians = {name: statistics.median(times[name] for times in found) for found in [seconds(sides)] for name in found[0]}
+        found = seconds(sides)
+        medians = {name: statistics.median(times[name] for times in found) for name in found[0]}
         sides.close()
     sync = medians["export"] + medians["transfer"]
     note = f"export {1e3 * medians['export']:.0f} ms, transfer and load {1e3 * medians['transfer']:.0f} ms"
