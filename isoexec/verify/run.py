@@ -24,7 +24,7 @@ from isoexec.verify.plant import plant_ulp
 from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import Worker, WorkerError, WorkerGroup, WorkerRefused
 from isoexec.verify.report import table, write_json, write_picture
-from isoexec.verify.settings import ARCHITECTURES, MADE_ARCHITECTURES, Plan, brief_plan, control_plan, full_plan, quick_plan
+from isoexec.verify.settings import MADE_ARCHITECTURES, Plan, brief_plan, control_plan, full_plan, quick_plan
 from isoexec.verify.trace.mismatch import Traceback
 from isoexec.verify.verdict import BAD_INPUT, INCONCLUSIVE, Verdict, add_changed_logprobs
 
@@ -186,7 +186,7 @@ class _Run:
 
     def _start_workers(self) -> None:
         model = self._options.model
-        contract = _contract_of(model, self._options.numerics) if model else ExecutionContract(ARCHITECTURES[0], backend())
+        contract = _contract_of(model, self._options.numerics) if model else ExecutionContract(MADE_ARCHITECTURES[0], backend())
         first_contract = self._work / "first.contract.json"  # each model's own is named when it is opened
         first_contract.write_text(contract.to_json(), encoding="utf-8")
         self._reference = self._group.start("reference", "isoexec.verify.reference_worker", worker_environment(None))

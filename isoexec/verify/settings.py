@@ -8,18 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-#: Architectures that both runtimes execute with the contract on.
-ARCHITECTURES = (
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-    "Glm4MoeLiteForCausalLM",
-)
-
-#: Those of which a run without a model makes a checkpoint: every kind of layer, with a vision tower beside it and without.
+#: Architectures of which a run without a model makes a checkpoint: every kind of layer, with a vision tower beside it and without.
 MADE_ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",

@@ -64,7 +64,7 @@ def test_row_leaves_fit_the_widths(tmp_path, width, leaves):
 @pytest.mark.parametrize(
     "changes, text",
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not supported; supported: Qwen3ForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures: expected one of Qwen3ForCausalLM, "),
         ({"architectures": None}, "architectures: expected one name"),
         ({"weights": False}, "neither model.safetensors nor"),
         ({"max_position_embeddings": 128}, "max_position_embeddings: expected at least 512, found 128"),
