@@ -1,4 +1,4 @@
-"""Times the GPU ops against the native kernels in the same run: ``python -m bench.ops [--out FILE] [--only WORD]``.
+"""Times the GPU ops against the native kernels in the same run: ``python -m bench.ops [--out FILE] [--only WORD[,WORD]]``.
 
 Medians over rotating inputs (so that small cases do not sit in the L2 cache) of replayed CUDA graphs. ``native`` is what a stock stack runs: vLLM's
 kernels where ``--native`` names a folder with its extensions, else torch's fused or eager kernels; cuBLAS; the best of torch's attentions. For
@@ -50,14 +50,14 @@ def copy_of(bytes_moved):
 
 
 class Cases:
-    """Times cases whose op's name holds ``only`` and adds them to the table. ``vllm``: whether vLLM's kernels are at hand."""
+    """Times cases whose op's name holds one of the words of ``only`` and adds them to the table. ``vllm``: whether vLLM's kernels are at hand."""
 
     def __init__(self, only, table, vllm=False):
-        self.only, self.table, self.vllm, self.taken = only, table, vllm, {}
+        self.only, self.table, self.vllm, self.taken = only.split(","), table, vllm, {}
 
     def wants(self, *ops):
         """Whether any of ``ops`` is asked for: inputs of the others need not be made."""
-        return any(self.only in op for op in ops)
+        return any(word in op for word in self.only for op in ops)
 
     def add(self, op, case, ours, native, inputs, label="", native_inputs=None, target=None, note="", groups=()):
         """``native``: a function, or several by name, of which the fastest counts; ``groups``: means that the case enters besides its op's."""
@@ -191,10 +191,11 @@ def head(cases, T, V, D, temperature):
 
 def products(cases):
     for N, K in ((12288, 2048), (2048, 4096), (2048, 6144), (32768, 2048)):
-        for M in (1, 16, 64, 256, 1024, 8192):
+        for M in (1, 16, 64, 256, 300, 512, 768, 1024, 2048, 8192):
             xs = sets(lambda: (randn(M, K), randn(N, K, scale=K**-0.5)), 2 * (M * K + N * K + M * N))
             case = f"{M}x{N}x{K}"
-            cases.add("matmul.linear", case, matmul.linear, F.linear, xs, "cuBLAS", target=1.08)
+            if M not in (300, 512, 768, 2048):
+                cases.add("matmul.linear", case, matmul.linear, F.linear, xs, "cuBLAS", target=1.08)
             if M in (1, 64, 1024, 8192):
                 cases.add("matmul.linear (Triton)", case, lambda x, w: portable_matmul.product(x, w, torch.bfloat16), F.linear, xs, "cuBLAS")
             for G in (2, 4, 8) if N == 2048 else ():
@@ -328,7 +329,7 @@ def torch_experts(x, chosen, gate_up, down, leaves, g):
 
 
 def main():
-    options = table.options(__doc__, "cases whose op's name holds this word")
+    options = table.options(__doc__, "cases whose op's name holds this word, or one of several between commas")
     torch.manual_seed(0)
     if options.native:
         native_vllm.load(options.native)
@@ -338,7 +339,7 @@ def main():
         (norms, ("norm.rms_norm", "norm.add_rms_norm", "norm.gated_rms_norm")),
         (elementwise, ("activation.silu_mul", "activation.sigmoid_gate", "rope.apply_rope", "embedding.embedding")),
         (logprobs, ("logprob.token_logprob", "logprob.log_softmax", "logprob.scale_by_temperature", "head and logprob")),
-        (products, ("matmul.linear (Triton)", "matmul.row_parallel", "matmul.lm_head")),
+        (products, ("matmul.linear (Triton)", *(f"matmul.row_parallel G={G}" for G in (2, 4, 8)), "matmul.lm_head")),
         (attentions, ("attention.varlen", "attention.paged")),
         (functools.partial(experts, native=native), ("moe.expert_mlp + combine", "moe.route", "moe.combine")),
     )

@@ -101,7 +101,6 @@ def options(description: str, only: str) -> argparse.Namespace:
 
     Ends the program where there is no GPU.
 
-
     Args:
         description: of the program.
         only: what ``--only WORD`` chooses.
