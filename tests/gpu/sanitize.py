@@ -42,11 +42,11 @@ def workload():
         print(name, flush=True)
     from isoexec.ops.matmul import hopper
 
-    x, w = torch.randn(300, 1024, device="cuda").bfloat16(), torch.randn(200, 1024, device="cuda").bfloat16()
-    for leaves in (2, 4, 8):
-        hopper.product(x, w, torch.bfloat16, None, leaves)
+    x, w = torch.randn(300, 1024, device="cuda").bfloat16(), torch.randn(6000, 1024, device="cuda").bfloat16()
+    for leaves, columns in ((2, 6000), (4, 6000), (8, 6000), (8, 200)):  # a narrow weight has fewer tiles than there are processors
+        hopper.product(x, w[:columns], torch.bfloat16, None, leaves)
         torch.cuda.synchronize()
-        print("matmul, hopper,", leaves, "leaves", flush=True)
+        print("matmul, hopper,", leaves, "leaves,", columns, "columns", flush=True)
 
 
 def main(result=RESULT, tools=TOOLS):

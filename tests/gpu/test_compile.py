@@ -114,17 +114,19 @@ def test_products_compile_for_other_architectures(architecture):
     assert ("tcgen05" if architecture == 100 else "mma.sync") in text
 
 
-def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers():
+@pytest.mark.parametrize("leaves,early", [(8, False), (4, True), (1, True)], ids=["every leaf", "a subtree", "a leaf"])
+def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers(leaves, early):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from isoexec.ops.matmul import hopper
 
-    kernel, constants = hopper.tree_product_kernel, dict(BIAS=False, LEAVES=8, BN=hopper.COLUMNS, BK=hopper.STEP, STAGES=hopper.STAGES, GROUP=8)
+    kernel, constants = hopper.tree_product_kernel, dict(BIAS=False, LEAVES=leaves, BN=hopper.COLUMNS, BK=hopper.STEP, STAGES=hopper.STAGES,
+                                                      GROUP=hopper.GROUP, EARLY=early)  # fmt: skip
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         rows = {"x": hopper.ROWS // 2, "w": hopper.COLUMNS}.get(name)
-        signature[name] = "constexpr" if name in constants else "*bf16" if name in ("y", "bias") else "i32"
+        signature[name] = "constexpr" if name in constants else ("*fp32" if early else "*bf16") if name in ("y", "bias") else "i32"
         if rows:
             block = [rows, hopper.STEP]
             signature[name] = f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
@@ -134,6 +136,7 @@ def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers():
                               options=dict(num_warps=4, maxnreg=hopper.REGISTERS, **COMPILE))  # fmt: skip
     text = compiled.asm["ptx"]
     assert "wgmma" in text and "cp.async.bulk.tensor" in text and "setmaxnreg" in text
+    assert ("griddepcontrol.launch_dependents" in text) == early
     assert not re.search(r"fma\.rn\.f32|\b(atom|red)\.", text)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

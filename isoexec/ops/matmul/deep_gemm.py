@@ -17,6 +17,7 @@ import torch
 
 from isoexec.contract import ContractError
 from isoexec.ops._core.provider import provided
+from isoexec.ops.matmul.triton import copyable
 
 
 @functools.lru_cache(maxsize=None)
@@ -46,41 +47,26 @@ def _cuda_home() -> Path:
 _thread = threading.local()
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [R, C] bf16 as the copy engine wants it: rows at multiples of 16 bytes."""
-    return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
-
-
-def _call(name: str, *tensors) -> None:
+def _call(name: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The library calls the driver, which wants a context on the thread: a thread of autograd gets one by a call of the runtime."""
-    if not getattr(_thread, "has_context", False):
-        torch.cuda.Event().record()
-        _thread.has_context = True
-    getattr(library(), name)(*tensors)
+    if out.numel():
+        if not getattr(_thread, "has_context", False):
+            torch.cuda.Event().record()
+            _thread.has_context = True
+        getattr(library(), name)(copyable(left), copyable(right), out)
+    return out
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` [M, K] bf16 times ``weight`` [N, K] bf16 transposed, fp32 accumulation -> [M, N] in ``dtype`` (bf16 or fp32)."""
-    x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
-    out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
-    if out.numel():
-        _call("bf16_gemm_nt", x, weight, out)
-    return out
+    return _call("bf16_gemm_nt", x, weight, x.new_empty(x.shape[0], weight.shape[0], dtype=dtype))
 
 
 def input_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``grad`` [M, N] bf16 times ``weight`` [N, K] bf16 -> [M, K] bf16; N and K are multiples of 8."""
-    grad, weight = _readable(grad), _readable(weight)
-    out = torch.empty(grad.shape[0], weight.shape[1], dtype=grad.dtype, device=grad.device)
-    if out.numel():
-        _call("bf16_gemm_nn", grad, weight, out)
-    return out
+    return _call("bf16_gemm_nn", grad, weight, grad.new_empty(grad.shape[0], weight.shape[1]))
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """``grad`` [M, N] bf16 transposed times ``x`` [M, K] bf16 -> [N, K] bf16; N and K are multiples of 8, M is any."""
-    grad, x = _readable(grad), _readable(x)
-    out = torch.empty(grad.shape[1], x.shape[1], dtype=grad.dtype, device=grad.device)
-    if out.numel():
-        _call("bf16_gemm_tn", grad, x, out)
-    return out
+    return _call("bf16_gemm_tn", grad, x, grad.new_empty(grad.shape[1], x.shape[1]))

@@ -3,7 +3,8 @@
 The same leaves, each accumulated in ascending K by the same kind of instruction, and the same tree as in triton.py: the same bits. A warpgroup
 adds its leaves while the other one multiplies, and the next tile's operands arrive while this one's sums are stored. What bounds a tile is
 the register file: the running leaf and two waiting sums take 192 of a thread's 255 registers, so that the sum of the first half of eight leaves
-waits in shared memory.
+waits in shared memory. Where tiles are fewer than processors, several programs take a subtree of a tile's leaves each, and a second launch the
+tree over the subtrees.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from isoexec.ops._core import triton_math
 from isoexec.ops._core.triton_math import COMPILE
+from isoexec.ops.matmul import triton as portable
 
-#: Committed, never tuned at run time. Tiles of half the columns where whole ones would not give every processor one.
+#: Committed, never tuned at run time.
 ROWS, COLUMNS, STEP, STAGES, GROUP = 128, 128, 64, 5, 4
 REGISTERS = 168  # a thread's, before the warpgroups take the copying warp's
 _HALF = gl.constexpr(64)  # rows of a warpgroup
@@ -39,7 +41,8 @@ def _place(tile, M, N, BN: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _fill(x, w, x_ring, w_ring, ready, free, M, N, steps, tiles, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
-    """The copying warp: ``steps`` steps of K for every tile of this program."""
+    """The copying warp: ``steps`` steps of K for every tile of this program, from those of the programs before it on the second grid axis."""
+    first = gl.program_id(1) * steps
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, column = _place(tile, M, N, BN, GROUP)
@@ -48,9 +51,9 @@ def _fill(x, w, x_ring, w_ring, ready, free, M, N, steps, tiles, BN: gl.constexp
             mbarrier.wait(free.index(slot), ((count // STAGES) & 1) ^ 1)
             full = ready.index(slot)
             mbarrier.expect(full, (2 * _HALF + BN) * BK * 2)
-            tma.async_copy_global_to_shared(x, [row, s * BK], full, x_ring.index(2 * slot))
-            tma.async_copy_global_to_shared(x, [row + _HALF, s * BK], full, x_ring.index(2 * slot + 1))
-            tma.async_copy_global_to_shared(w, [column, s * BK], full, w_ring.index(slot))
+            tma.async_copy_global_to_shared(x, [row, (first + s) * BK], full, x_ring.index(2 * slot))
+            tma.async_copy_global_to_shared(x, [row + _HALF, (first + s) * BK], full, x_ring.index(2 * slot + 1))
+            tma.async_copy_global_to_shared(w, [column, (first + s) * BK], full, w_ring.index(slot))
             count += 1
 
 
@@ -105,14 +108,20 @@ def _multiply(y, bias, parked, x_ring, w_ring, ready, free, M, N, steps, tiles, 
         rn = column + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
         if BIAS:
             total = total + gl.load(bias + rn, mask=rn < N, other=0.0).to(gl.float32)[None, :]
-        at = rm.to(gl.int64)[:, None] * N + rn[None, :]
+        at = (gl.program_id(1).to(gl.int64) * M + rm.to(gl.int64))[:, None] * N + rn[None, :]
         gl.store(y + at, total.to(y.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
 
 
 @gluon.jit
 def tree_product_kernel(x, w, bias, y, M, N, steps, tiles, BIAS: gl.constexpr, LEAVES: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-                        STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    """Tensor descriptors x [M, K] in blocks of 64 rows, w [N, K]; programs share out ``tiles`` tiles of 128 rows."""
+                        STAGES: gl.constexpr, GROUP: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+    """Tensor descriptors x [M, K] in blocks of 64 rows, w [N, K]; programs share out ``tiles`` tiles of 128 rows.
+
+    A second grid axis keeps its programs' sums apart, of ``LEAVES`` leaves each: y [axis, M, N]. ``EARLY``: the next launch may start, and waits
+    where it needs this one's results.
+    """
+    if EARLY:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     x_ring = gl.allocate_shared_memory(x.dtype, [2 * STAGES, _HALF, BK], x.layout)
     w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
     PARKED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
@@ -144,24 +153,30 @@ def fits(K: int, leaves: int) -> bool:
 
 
 def _descriptor(x, rows: int):
-    """Blocks of ``x`` for the copy engine, which wants 16-byte rows and addresses: another view is copied first."""
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
-    block = [rows, STEP]
+    """Blocks of ``x`` for the copy engine."""
+    x, block = portable.copyable(x), [rows, STEP]
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
 
 
 def product(x, weight, dtype, bias, leaves: int):
     """``x`` [M, K] bf16 times ``weight`` [N, K] bf16 transposed, by ``leaves`` parts of K; bias added in fp32 -> [M, N] in ``dtype``."""
+    M, N = x.shape[0], weight.shape[0]
+    tiles, processors, parts = triton.cdiv(M, ROWS) * triton.cdiv(N, COLUMNS), _processors(x.device), 1
+    while parts < leaves and 2 * parts * tiles <= processors:
+        parts *= 2
+    if parts == 1:
+        return _launch(x, weight, bias, torch.empty(M, N, dtype=dtype, device=x.device), leaves, tiles, processors)
+    apart = torch.empty(parts, M, N, dtype=torch.float32, device=x.device)
+    return portable.tree(_launch(x, weight, None, apart, leaves // parts, tiles, processors, parts), dtype, bias, early=True)
+
+
+def _launch(x, weight, bias, y, leaves, tiles, processors, parts=1):
+    """``y`` [M, N], or [parts, M, N], each of ``leaves`` leaves."""
     (M, K), N = x.shape, weight.shape[0]
-    y = torch.empty(M, N, dtype=dtype, device=x.device)
-    processors, columns = _processors(x.device), COLUMNS
-    if triton.cdiv(M, ROWS) * triton.cdiv(N, columns) <= processors // 2:
-        columns //= 2
-    tiles = triton.cdiv(M, ROWS) * triton.cdiv(N, columns)
     if tiles:
-        tree_product_kernel[min(tiles, processors),](
-            _descriptor(x, ROWS // 2), _descriptor(weight, columns), y if bias is None else bias, y, M, N, K // leaves // STEP, tiles,
-            bias is not None, leaves, columns, STEP, STAGES, GROUP, num_warps=4, maxnreg=REGISTERS, **COMPILE,
+        tree_product_kernel[min(tiles, processors), parts](
+            _descriptor(x, ROWS // 2), _descriptor(weight, COLUMNS), y if bias is None else bias, y, M, N, K // (parts * leaves) // STEP, tiles,
+            bias is not None, leaves, COLUMNS, STEP, STAGES, GROUP, parts > 1, num_warps=4, maxnreg=REGISTERS,
+            **COMPILE,
         )  # fmt: skip
     return y

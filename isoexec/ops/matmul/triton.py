@@ -154,10 +154,14 @@ def _launch(x, weight, bias, y, tiles, leaves, apart):
         )  # fmt: skip
 
 
+def copyable(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [R, C] bf16 as the copy engine wants it, its address and rows at multiples of 16 bytes: another view is copied."""
+    return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
 def _descriptor(x, rows: int, columns: int) -> TensorDescriptor:
-    """Blocks of ``x`` for the copy engine, which wants 16-byte rows and addresses: another view is copied first."""
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
+    """Blocks of ``x`` for the copy engine."""
+    x = copyable(x)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
@@ -170,7 +174,7 @@ def _early(device) -> bool:
 def tree(partials, dtype, bias=None, early=False):
     """fp32 ``partials`` [G, M, N] -> the balanced tree over them (and the bias), rounded once to ``dtype``: [M, N].
 
-    ``early``: they come from `partials`, launched just before.
+    ``early``: they come from a launch just before that lets this one start.
     """
     G, M, N = partials.shape
     if G > MAX_LEAVES:
