@@ -76,6 +76,13 @@ def _tile(first_tile, query, key):
 
 
 @triton.jit
+def _turn(t, steps, low, STEP: tl.constexpr):
+    """(which head of those that share a key head, first row) of turn ``t``: ``steps`` turns from row ``low`` on, head after head."""
+    r = t // steps
+    return r, low + (t - r * steps) * STEP
+
+
+@triton.jit
 def _inside(x):
     """Row or column of a query or key within its tile."""
     return x - x // _TILE * _TILE
@@ -127,8 +134,7 @@ def keys_kernel(q, keys, values, grad, lse, delta, saved, grad_k, grad_v, cu_seq
             first_tile = local * REPEAT * tiles + _first_tile(cu_seqlens, b, N)
         steps = tl.cdiv(new - low, BM)
         for t in range(REPEAT * steps):
-            r = t // steps
-            first = low + (t - r * steps) * BM
+            r, first = _turn(t, steps, low, BM)
             row = _tile(first_tile + r * tiles, first, n) * _TILE + _inside(n)
             head = g * REPEAT + r
             dk, dv = _keys_step(q, grad, lse, delta, k, v, saved, row, dk, dv, start, new, first, head, key, T, scale, K, BM, SAVE)
@@ -213,8 +219,7 @@ def saved_kernel(saved, rows, out, cu_seqlens, factor, tiles, first_head, heads,
         steps = tl.cdiv((new if KEYS else tl.minimum(own + _TILE, new)) - low, _STEP)
         first_tile = _first_tile(cu_seqlens, b, N) + local * (REPEAT if KEYS else 1) * tiles
         for t in range((REPEAT if KEYS else 1) * steps):
-            r = t // steps
-            first = low + (t - r * steps) * _STEP
+            r, first = _turn(t, steps, low, _STEP)
             tile = _tile(first_tile + r * tiles, first, own) if KEYS else _tile(first_tile, own, first)
             column = (head * REPEAT + r if KEYS else head // REPEAT) * K
             total = dot_add(tl.trans(saved.load([tile * _TILE + _inside(first), 0])), rows.load([start + first, column]), total)

@@ -13,6 +13,7 @@ import torch
 
 from isoexec.ops.collective.reference import group_size
 from isoexec.ops.logprob import scale_by_temperature, token_logprob
+from isoexec.ops.logprob.reference import shard_columns
 from isoexec.ops.matmul import lm_head
 
 #: Bytes of fp32 logits held at once; two such tiles exist while one is made from the other.
@@ -76,7 +77,7 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, tokens, temperature = ctx.saved_tensors
         backend, width = _backend(x.device), weight.shape[0]
-        first, real = backend.logprob._first_and_real(width, ctx.sizes["vocab_size"], ctx.sizes["tp"])
+        first, real = shard_columns(width, ctx.sizes["vocab_size"], ctx.sizes["tp"])
 
         def logits(rows, columns):
             y = backend.matmul.lm_head(x[rows], weight[columns])

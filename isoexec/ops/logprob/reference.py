@@ -18,14 +18,14 @@ def _row_blocks(logits: torch.Tensor):
 
 
 def scale_by_temperature(logits, temperature):
-    _expect_fp32("scale_by_temperature", logits)
-    _expect_fp32("scale_by_temperature", temperature)
+    expect_fp32("scale_by_temperature", logits)
+    expect_fp32("scale_by_temperature", temperature)
     if not bool((temperature > 0).all()):
         raise ContractError(f"logprob.scale_by_temperature: expected temperatures above 0, found {temperature.min().item()}")
     return logits / (temperature.unsqueeze(-1) if temperature.dim() else temperature)
 
 
-def _expect_fp32(op: str, x: torch.Tensor) -> None:
+def expect_fp32(op: str, x: torch.Tensor) -> None:
     if x.dtype != torch.float32:
         raise ContractError(f"logprob.{op}: expected torch.float32, found {x.dtype}; logits and temperature are never rounded")
 
@@ -46,7 +46,7 @@ def _normaliser(sums):
 
 
 def log_softmax(logits, *, vocab_size, vocab_block):
-    _expect_fp32("log_softmax", logits)
+    expect_fp32("log_softmax", logits)
     if not 1 <= vocab_size <= logits.shape[1]:
         raise ContractError(f"logprob.log_softmax: vocab_size: expected 1 to the {logits.shape[1]} columns, found {vocab_size}")
     real = logits[:, :vocab_size]
@@ -57,7 +57,7 @@ def log_softmax(logits, *, vocab_size, vocab_block):
     return out
 
 
-def _first_and_real(width, vocab_size, tp):
+def shard_columns(width, vocab_size, tp):
     """Global id of this rank's column 0, and how many of its columns exist."""
     first = 0 if tp is None else torch.distributed.get_rank(tp.group) * width
     return first, min(max(vocab_size - first, 0), width)
@@ -66,7 +66,7 @@ def _first_and_real(width, vocab_size, tp):
 def statistics(logits, *, vocab_size, vocab_block, tp=None):
     """(maximum [T], sum of exp(logits - maximum) [T]) over all ranks' shards."""
     width = logits.shape[1]
-    real = logits[:, : _first_and_real(width, vocab_size, tp)[1]]
+    real = logits[:, : shard_columns(width, vocab_size, tp)[1]]
     # A shard may hold padding only; its maximum must not decide.
     maximum = real.amax(-1) if real.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
     if tp is not None:
@@ -99,7 +99,7 @@ class _TokenLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, tokens, vocab_size, vocab_block, tp):
         width = logits.shape[1]
-        ctx.first, ctx.real = _first_and_real(width, vocab_size, tp)
+        ctx.first, ctx.real = shard_columns(width, vocab_size, tp)
         local = tokens - ctx.first
         mine = (local >= 0) & (local < ctx.real)
         target = logits.gather(1, torch.where(mine, local, 0).unsqueeze(-1)).squeeze(-1)
@@ -115,7 +115,7 @@ class _TokenLogprob(torch.autograd.Function):
 
 
 def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):
-    _expect_fp32("token_logprob", logits)
+    expect_fp32("token_logprob", logits)
     ranks = group_size(tp)
     if ranks > 1 and logits.shape[1] % vocab_block:
         raise ContractError(

@@ -14,7 +14,7 @@ from isoexec.contract import ContractError
 from isoexec.ops._core.rows import power_of_two
 from isoexec.ops._core.triton_math import COMPILE, INTERPRET, row_sum
 from isoexec.ops.collective.reference import all_gather, group_size
-from isoexec.ops.logprob.reference import _expect_fp32, _first_and_real
+from isoexec.ops.logprob.reference import expect_fp32, shard_columns
 
 _TILE = 4096  # vocabulary entries per program
 _SUMS_BYTES = 64 << 20  # of block sums held at once: more tokens take their turns, which moves no bit
@@ -133,8 +133,8 @@ def _scale(logits, temperature):
 
 
 def scale_by_temperature(logits, temperature):
-    _expect_fp32("scale_by_temperature", logits)
-    _expect_fp32("scale_by_temperature", temperature)
+    expect_fp32("scale_by_temperature", logits)
+    expect_fp32("scale_by_temperature", temperature)
     if temperature.shape not in ((), (1,), logits.shape[:1]):
         raise ContractError(f"logprob.scale_by_temperature: temperature {tuple(temperature.shape)} for logits {tuple(logits.shape)}; expected a scalar or [T]")
     if temperature.shape == (1,) != logits.shape[:1]:
@@ -183,7 +183,7 @@ def _turns(tokens: int, vocabulary: int, vocab_block: int):
 
 
 def log_softmax(logits, *, vocab_size, vocab_block):
-    _expect_fp32("log_softmax", logits)
+    expect_fp32("log_softmax", logits)
     logits = _row_major(logits)
     T, V = logits.shape
     out = torch.empty(T, V, dtype=torch.float32, device=logits.device)
@@ -221,7 +221,7 @@ def _of_tokens(logits, tokens, first, real, vocab_size, vocab_block, tp):
 
 def statistics(logits, *, vocab_size, vocab_block, tp=None):
     """(maximum [T], sum of exp(logits - maximum) [T]) over all ranks' shards; of rows whose block sums may be held at once."""
-    total, maximum, _ = _totals(*_parts(logits, _first_and_real(logits.shape[1], vocab_size, tp)[1], vocab_block, tp))
+    total, maximum, _ = _totals(*_parts(logits, shard_columns(logits.shape[1], vocab_size, tp)[1], vocab_block, tp))
     return maximum, total
 
 
@@ -240,7 +240,7 @@ class _TokenLogprob(torch.autograd.Function):
     def forward(ctx, logits, tokens, vocab_size, vocab_block, tp):
         logits = _row_major(logits)
         T, width = logits.shape
-        first, real = ctx.first, ctx.real = _first_and_real(width, vocab_size, tp)
+        first, real = ctx.first, ctx.real = shard_columns(width, vocab_size, tp)
         turns = _turns(T, width * group_size(tp), vocab_block)
         parts = [_of_tokens(logits[turn], tokens[turn], first, real, vocab_size, vocab_block, tp) for turn in turns]
         totals, maximum, out = (torch.cat(part) for part in zip(*parts)) if len(parts) > 1 else parts[0]
@@ -253,7 +253,7 @@ class _TokenLogprob(torch.autograd.Function):
 
 
 def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):
-    _expect_fp32("token_logprob", logits)
+    expect_fp32("token_logprob", logits)
     ranks = group_size(tp)
     if ranks > 1 and logits.shape[1] % vocab_block:
         raise ContractError(
