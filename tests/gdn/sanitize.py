@@ -53,7 +53,9 @@ def core(form, chunk):
             gradients(form, x, lengths, chunk, x[2])
             assert_bit_equal(one_shot(x, lengths, chunk, form), base, "trainer")
     for two in (0, 1):
-        with entries("decode", chunk, **{**launch.settings("decode_main" if two else "decode", chunk), "two_launches": two}):
+        stage = {**launch.settings("decode_main" if two else "decode", chunk), "two_launches": two}
+        apart = {**launch.settings("limits"), "hopper_chunks": 1, "hopper_pairs": 1 if two else 1 << 30}  # whole chunks alone or not
+        with entries("decode", chunk, **stage), entries("limits", None, **apart):
             run = engine(form, x, lengths, chunk, [3, 0, 2, 1], **FEW)
             run.prefill({0: chunk + 3, 3: 60})
             run.prefill({0: 2, 1: 0, 3: 5})
