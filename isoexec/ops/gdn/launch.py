@@ -60,9 +60,11 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "64": {"BV": 128, "num_warps": 8},
     },
     # Up to how many pairs of sequence and value head the narrow chains are faster, and decode is one launch; from how many chunks of
-    # the longest sequence, and how many pairs, a prefill's whole chunks are a launch of their own on sm_90.
-    "limits": {"any": {"narrow": 6 * 32, "one_launch": 16 * 32, "hopper_chunks": 8, "hopper_pairs": 96}},
-    "conv": {"any": {"rows": 16, "channels": 256, "num_warps": 4}},
+    # the longest sequence, and how many pairs, a prefill's whole chunks are a launch of their own on sm_90. Up to how many pairs a
+    # decode step asks for its inputs before it knows their slot.
+    "limits": {"any": {"narrow": 6 * 32, "one_launch": 16 * 32, "hopper_chunks": 8, "hopper_pairs": 96,
+                       "early": 16 * 32}},
+    "conv": {"any": {"rows": 8, "channels": 256, "steps": 8, "num_warps": 4}},
     "conv_step": {"any": {"channels": 256, "num_warps": 1}},
     "window": {"any": {"channels": 256, "num_warps": 4}},
     "inputs": {"any": {"rows": 16, "num_warps": 4}},
