@@ -1,6 +1,6 @@
 """Gated DeltaNet against the native kernels: medians on one GPU, both in one run.
 
-    python -m bench.gdn [--native DIR] [--sweep best.json] [--csv bench/results.csv] [--commit HASH]
+    python -m bench.gdn [--native DIR] [--sweep best.json] [--csv bench/results.csv] [--commit HASH] [--rows WORDS ...] [--skip WORDS ...]
 
 DIR holds fla-core, tilelang (fla's backward needs it on Hopper), vLLM's Triton files and FlashInfer's library (build_flashinfer.py), with
 their metadata, if the environment has none. A row's sides share one clock: replayed CUDA graphs, or events where a native side cannot be
@@ -105,9 +105,18 @@ def decode_rows(case):
         yield op, ALONE, case.core(chunk), theirs.cores()
 
 
-def measure(table, shape, rows):
-    """Time each row and add it to ``table``; one that fails is printed, the others count."""
+def measure(table, shape, rows, only=(), skip=()):
+    """Time each row and add it to ``table``; one that fails is printed, the others count.
+
+    Args:
+        only: words of ``"op, stage"``; a row without any of them is left out. All rows where there are none.
+        skip: words of the names of natives that are not timed, which the row's note says.
+    """
     for op, stage, ours, natives in rows:
+        if only and not any(words in f"{op}, {stage}" for words in only):
+            continue
+        skipped = [name for name in natives if any(words in name for words in skip)]
+        natives = {name: launches for name, launches in natives.items() if name not in skipped}
         native.forget()
         failed: list[str] = []
         try:
@@ -118,7 +127,8 @@ def measure(table, shape, rows):
         name, best = min(found.items(), key=lambda item: item[1]) if found else ("", None)
         others = [f"{other} {us:.1f} us" for other, us in found.items() if other != name]
         target = TARGETS.get((op, stage), TARGETS.get((op, stage, shape)))
-        note = "; ".join([f"launch table {launch.digest()[:16]}", native.TUNED, *others, *failed])
+        untimed = [f"not timed in this run: {name}" for name in skipped]
+        note = "; ".join([f"launch table {launch.digest()[:16]}", native.TUNED, *others, *failed, *untimed])
         table.add(op, stage, shape, ours_us, best, name, target=target, clock=clock, note=note)
         torch.cuda.empty_cache()
 
@@ -130,6 +140,8 @@ def main():
     parser.add_argument("--sweep")
     parser.add_argument("--commit", default="")
     parser.add_argument("--only", nargs="+", default=[], help="shapes, e.g. 1x8192 or 256")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="WORDS", help="only rows whose op, stage has them, e.g. 'C=16, decode'")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="WORDS", help="natives not to time, by words of their names")
     parser.add_argument("--warm", type=int, nargs=2, metavar=("SHARE", "OF"), help="compile a share of the kernels, measure nothing")
     options = parser.parse_args()
     if options.native:
@@ -152,15 +164,16 @@ def main():
     native.tune()
     table = Table(options.csv, options.commit, native.PACKAGES)
     wanted = lambda shape: not options.only or shape in options.only
+    add = lambda shape, rows: measure(table, shape, rows, options.rows, options.skip)
     for name in filter(wanted, SEQUENCES):
-        measure(table, name, sequence_rows(name, shapes(name)))
+        add(name, sequence_rows(name, shapes(name)))
     for B in BATCHES:
         if wanted(str(B)):
-            measure(table, str(B), decode_rows(Decode(B)))
+            add(str(B), decode_rows(Decode(B)))
     for name in filter(wanted, SEQUENCES):
-        measure(table, name, published_rows(name, shapes(name, 64)))
+        add(name, published_rows(name, shapes(name, 64)))
     for B in filter(lambda B: wanted(str(B)), BATCHES):
-        measure(table, str(B), published_rows(str(B), Decode(B)))
+        add(str(B), published_rows(str(B), Decode(B)))
 
 
 def warm(shapes, swept, share, of):

@@ -97,7 +97,7 @@ class Sequence(_Edges):
             y, self.windows[self.slots] = gdn.conv1d(x, weight, self.plan, self.windows[self.slots])
             return y
 
-        mix = lambda *x: gdn.cpr_wy_prefill(*(t.contiguous() for t in x), self.plan, self.pools["cpr_wy"], self.slots)
+        mix = lambda *x: gdn.cpr_wy_prefill(*x, self.plan, self.pools["cpr_wy"], self.slots)
         return [lambda: as_models(*self.values(), convolve, mix)] * REPEATS
 
     def fused_prefill(self):
@@ -158,7 +158,7 @@ class Decode(_Edges):
 
     def _layer(self, p, w):
         convolve = lambda x, weight: gdn.conv1d_step(x, weight, w, self.slots)
-        mix = lambda *x: gdn.cpr_wy_decode(*(t.contiguous() for t in x), p, *self.where)
+        mix = lambda *x: gdn.cpr_wy_decode(*x, p, *self.where)
         return lambda: as_models(*self.values(), convolve, mix)
 
     def fused_mixer(self, chunk=16):

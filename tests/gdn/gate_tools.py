@@ -74,9 +74,10 @@ def captured(fn):
     return graph, out
 
 
-def launched(fn) -> list[str]:
-    """Names of what ``fn`` puts on the GPU: kernels, copies, fills."""
-    fn()
+def launched(fn, warm=True) -> list[str]:
+    """Names of what ``fn`` puts on the GPU: kernels, copies, fills. ``warm``: called once before, to compile."""
+    if warm:
+        fn()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:
         fn()

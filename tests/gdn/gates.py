@@ -27,9 +27,12 @@ from tests.gdn import gates_backward, gates_core, gates_edges
 #: Forms of the core and chunk sizes that pass every gate of the core.
 CASES = (("cpr_wy", 16), ("cpr", 16), ("cpr", 64), ("cpr_wy", 32))
 CORE = (gates_core.case_parity, gates_core.single_steps, gates_core.packing, gates_core.empty_batches,
-        gates_core.poisoned_workspaces, gates_core.tiles, gates_core.many_sequences, gates_core.hostile_values,
-        gates_core.inert_lanes, gates_core.paged_views, gates_core.graph_replay, gates_core.launches, gates_core.accuracy,
+        gates_core.poisoned_workspaces, gates_core.tiles, gates_core.other_tiles, gates_core.decode_tiles,
+        gates_core.many_sequences, gates_core.hostile_values, gates_core.inert_lanes, gates_core.paged_views,
+        gates_core.graph_replay, gates_core.launches, gates_core.accuracy,
         gates_core.negative_controls, gates_backward.backward)  # fmt: skip
+#: Of `cpr_wy` alone, at the C that its kernel is for.
+WHOLE = {f"{gates_core.whole_chunks.__name__}[cpr_wy C={chunk}]": (gates_core.whole_chunks, "cpr_wy", chunk) for chunk in (16, 32)}
 #: Run at C = 16 alone.
 OTHERS = (gates_backward.backward_tiles, gates_edges.edges, gates_edges.edges_gradient, gates_edges.step, gates_edges.step_graphs)
 PACKAGES = ("torch", "triton", "fla-core", "tilelang", "vllm")
@@ -38,8 +41,9 @@ PACKAGES = ("torch", "triton", "fla-core", "tilelang", "vllm")
 def jobs() -> dict[str, tuple]:
     """Name -> (gate, *arguments), the slow ones first."""
     found = {f"{gate.__name__}[{form} C={chunk}]": (gate, form, chunk) for form, chunk in CASES for gate in CORE}
+    found |= WHOLE
     found |= {f"{gate.__name__}[C=16]": (gate, 16) for gate in OTHERS}
-    slow = ("tiles", "backward_tiles", "edges_gradient", "edges", "many_sequences")
+    slow = ("tiles", "other_tiles", "decode_tiles", "accuracy", "backward_tiles", "edges_gradient", "edges", "many_sequences")
     return dict(sorted(found.items(), key=lambda job: (job[0].split("[")[0] not in slow, "64" not in job[0])))
 
 

@@ -8,6 +8,7 @@ import torch
 
 from isoexec.ops import gdn
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
+from isoexec.ops.gdn import launch
 from tests.gdn.cases import F32, assert_same_state, one_shot, recurrence, relative, select
 from tests.gdn.gate_tools import (HEADS, LENGTHS, captured, engine, entries, ints, launched, make, no_host_sync, poisoned, pool, raises,
                                   same_state, stepped, whole)  # fmt: skip
@@ -15,6 +16,7 @@ from tests.gdn.gradient_cases import NAMES, gradients
 
 CHAIN_TILES = [(16, 1), (32, 2), (32, 4), (64, 4), (64, 2), (128, 8)]
 RECUR_TILES = [(16, 1), (32, 4), (64, 8)]
+WHOLE_CHUNKS = [(3, 168), (4, 224), (6, 168)]
 DECODE_TILES = [(1, 32, 2), (1, 64, 4), (1, 128, 8), (2, 32, 1), (2, 32, 2), (2, 64, 4), (2, 128, 4), (2, 128, 8)]
 
 
@@ -71,6 +73,25 @@ def empty_batches(form, chunk):
         assert_bit_equal(new, old, "pool")
 
 
+def whole_chunks(form, chunk):
+    """Whole chunks in a launch of their own, whatever begins and ends a call: the outputs and states of one launch over all."""
+    x = make(LENGTHS)
+    base, full = one_shot(x, LENGTHS, chunk, form), whole(form, x, LENGTHS, chunk)
+    for stages, registers in WHOLE_CHUNKS:
+        with entries("limits", None, **{**launch.settings("limits"), "hopper_chunks": 1, "hopper_pairs": 1}), entries(
+            "chain_hopper", chunk, BV=64, num_warps=4, stages=stages, maxnreg=registers
+        ):
+            for first in ({}, {0: 5, 2: chunk, 4: chunk + 7, 6: 2}, {0: 100, 2: 250, 4: chunk + 1, 6: 31}):
+                run = engine(form, x, LENGTHS, chunk, [3, 0, 5, 1, 6, 2, 4])
+                run.prefill(first)
+                rest = {n: LENGTHS[n] - first.get(n, 0) for n in range(len(LENGTHS))}
+                names = launched(lambda: run.prefill(rest), warm=False)
+                assert "whole_chunks_kernel" in names, names
+                assert_bit_equal(run.o, base, f"{stages} stages, after {first}")
+                for n in range(len(LENGTHS)):
+                    assert_same_state(run.state(n), full.state(n), f"{stages} stages, after {first}, sequence {n}")
+
+
 def poisoned_workspaces(form, chunk):
     """Workspaces and outputs that hold NaN before a launch change nothing; neither do slots."""
     lengths = [chunk * 2 + 5, 0, 3, chunk + 1]
@@ -93,13 +114,20 @@ def poisoned_workspaces(form, chunk):
 def tiles(form, chunk):
     """No tile, warp or launch count changes a bit."""
     x = make(LENGTHS)
-    base, full = one_shot(x, LENGTHS, chunk, form), whole(form, x, LENGTHS, chunk)
+    base = one_shot(x, LENGTHS, chunk, form)
     same = lambda what: assert_bit_equal(one_shot(x, LENGTHS, chunk, form), base, what)
     for BV, warps in CHAIN_TILES if chunk < 64 else CHAIN_TILES[2:]:
         for stages, unroll in ((1, 1), (2, 4), (3, 2)) if chunk < 32 and BV * warps <= 64 else ((2, 1),):
             setting = dict(BV=BV, num_warps=warps, stages=stages, unroll=unroll)
             with entries("chain", chunk, **setting), entries("chain_narrow", chunk, **setting):
                 same(f"chain BV {BV}, {warps} warps, {stages} stages, unroll {unroll}")
+
+
+def other_tiles(form, chunk):
+    """Nor one of the launches around the chain."""
+    x = make(LENGTHS)
+    base, full = one_shot(x, LENGTHS, chunk, form), whole(form, x, LENGTHS, chunk)
+    same = lambda what: assert_bit_equal(one_shot(x, LENGTHS, chunk, form), base, what)
     for warps in (1, 2, 4):
         with entries("prepass", chunk, num_warps=warps):
             same(f"pre-pass of {warps} warps")
@@ -110,10 +138,10 @@ def tiles(form, chunk):
     for BV, warps in RECUR_TILES if form == "cpr" else ():
         with entries("recur", chunk, BV=BV, num_warps=warps):
             same(f"recurrence BV {BV}, {warps} warps")
-    _decode_tiles(form, chunk)
 
 
-def _decode_tiles(form, chunk):
+def decode_tiles(form, chunk):
+    """Nor one of a decode step."""
     lengths = [chunk * 2 + 5, 3, chunk + 1]
     x = make(lengths)
     base = one_shot(x, lengths, chunk, form)
@@ -122,6 +150,9 @@ def _decode_tiles(form, chunk):
         extra = {"two_launches": 1} if launches == 2 else {}
         with entries("decode", chunk, BV=BV, num_warps=warps, **extra), entries("decode_main", chunk, BV=BV, num_warps=warps, **extra):
             same(f"decode in {launches} launches, BV {BV}, {warps} warps")
+    for early in (0, 1 << 30):
+        with entries("limits", None, **{**launch.settings("limits"), "early": early}):
+            same(f"inputs asked for early up to {early} pairs")
     for warps in (1, 2, 4):
         with entries("decode", chunk, BV=64, num_warps=4, two_launches=1), entries("decode_pre", chunk, num_warps=warps):
             same(f"first launch of {warps} warps")

@@ -1,6 +1,6 @@
-"""compute-sanitizer over every kernel of the family, on small shapes; the result is written beside the gates:
+"""compute-sanitizer over every kernel of the family, on small shapes of every case that has gates; the result is written beside them:
 
-    python -m tests.gdn.sanitize gpu_results.json [--commit HASH]
+    python -m tests.gdn.sanitize gpu_results.json [--commit HASH] [--limit SECONDS]
 
 Each tensor is an allocation of its own, so that memcheck sees an access outside it. A planted one must be found.
 """
@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,12 +27,16 @@ import triton.language as tl
 from isoexec.ops import gdn
 from isoexec.ops._core.bits import assert_bit_equal
 from isoexec.ops.gdn import launch
+from tests.gdn import gates
 from tests.gdn.cases import F32, inputs, one_shot
 from tests.gdn.gate_tools import engine, entries, ints
 from tests.gdn.gradient_cases import gradients
 
 TOOLS = ("memcheck", "racecheck")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+) (?:error|hazard)")
+#: Name -> form and C of the core; the ops around it are a case of their own.
+CASES = {f"{form} C={chunk}": (form, chunk) for form, chunk in gates.CASES}
+EDGES, PLANTED = "edges", "planted"
 FEW = dict(H=1, HV=2)
 HEADS = (1, 2, 128, 128)
 
@@ -53,7 +58,10 @@ def core(form, chunk):
             gradients(form, x, lengths, chunk, x[2])
             assert_bit_equal(one_shot(x, lengths, chunk, form), base, "trainer")
     for two in (0, 1):
-        with entries("decode", chunk, **{**launch.settings("decode_main" if two else "decode", chunk), "two_launches": two}):
+        stage = {**launch.settings("decode_main" if two else "decode", chunk), "two_launches": two}
+        # Whole chunks alone or not; a decode step's inputs late (`edges` asks for them early).
+        apart = {**launch.settings("limits"), "hopper_chunks": 1, "hopper_pairs": 1 if two else 1 << 30, "early": 0}
+        with entries("decode", chunk, **stage), entries("limits", None, **apart):
             run = engine(form, x, lengths, chunk, [3, 0, 2, 1], **FEW)
             run.prefill({0: chunk + 3, 3: 60})
             run.prefill({0: 2, 1: 0, 3: 5})
@@ -95,67 +103,87 @@ def _planted_kernel(x, n):
     tl.store(x + at, 1.0, mask=at < n)
 
 
-def small(path: str, planted: bool) -> None:
-    """What runs under the tool; leaves the names of the kernels that were launched."""
+def small(path: str, case: str) -> None:
+    """What runs under the tool, of one of `CASES` or the planted write; leaves the names of the kernels that were launched."""
     launched: set[str] = set()
     triton.knobs.runtime.launch_enter_hook.add(lambda metadata: launched.add(metadata.get()["name"]))
+    planted = case == PLANTED
     with contextlib.suppress(RuntimeError) if planted else contextlib.nullcontext():
         if planted:
             x = torch.zeros(128, device="cuda")
             _planted_kernel[4 + (1 << 20),](x, 1 << 30)  # far past its end
-        else:
-            for form in gdn.POOLS:
-                core(form, 16)
+        elif case == EDGES:
             edges()
+        else:
+            core(*CASES[case])
         torch.cuda.synchronize()
     Path(path).write_text(json.dumps(sorted(launched)))
 
 
-def checked(tool: str, planted: bool = False, limit_s: int = 420) -> dict:
-    """-> {version, errors, launched} of one run under ``tool``.
+def checked(tool: str, case: str, limit_s: int) -> dict:
+    """-> {version, errors, launched} of one case under ``tool``.
 
     Raises:
         RuntimeError: it did not come to an end, or said no number of errors.
     """
     binary = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    listed = Path(f"sanitize-{tool}{'-planted' * planted}.json").absolute()
-    command = [binary, "--tool", tool, "--print-limit", "5", sys.executable, "-m", "tests.gdn.sanitize", str(listed), "--small"]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run([*command, *["--planted"] * planted], env=environment, capture_output=True, text=True, timeout=limit_s)
-    summary, names = SUMMARY.search(done.stdout), json.loads(listed.read_text()) if listed.is_file() else None
-    listed.unlink(missing_ok=True)
-    if summary is None or (names is None and not planted):
-        raise RuntimeError(f"compute-sanitizer --tool {tool}: {done.stdout[-1500:]} {done.stderr[-1500:]}")
+    with tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder, "launched.json")
+        command = [binary, "--tool", tool, "--print-limit", "5", sys.executable, "-m", "tests.gdn.sanitize", str(listed), "--small", case]
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"compute-sanitizer --tool {tool}, {case}: not at an end after {limit_s} s") from None
+        summary, names = SUMMARY.search(done.stdout), json.loads(listed.read_text()) if listed.is_file() else None
+    if summary is None or (names is None and case != PLANTED):
+        raise RuntimeError(f"compute-sanitizer --tool {tool}, {case}: {done.stdout[-1500:]} {done.stderr[-1500:]}")
     version = re.search(r"[Vv]ersion (\S+)", subprocess.run([binary, "--version"], capture_output=True, text=True).stdout)
     if errors := int(summary[1]):
-        print(done.stdout[:3000] if not planted else f"planted: {errors} errors found", flush=True)
-    ours = sorted(set(names or ()) & every_kernel())
-    return {"version": version[1] if version else "", "errors": errors, "launched": ours}
+        print(done.stdout[:3000] if case != PLANTED else f"planted: {errors} errors found", flush=True)
+    return {"version": version[1] if version else "", "errors": errors, "launched": sorted(set(names or ()) & every_kernel())}
+
+
+def together(runs: dict[str, dict]) -> dict:
+    """One tool's runs of several cases: errors added, kernels together."""
+    launched = set().union(*(run["launched"] for run in runs.values()))
+    versions, errors = {run["version"] for run in runs.values()}, sum(run["errors"] for run in runs.values())
+    return {"version": ", ".join(versions), "errors": errors, "cases": list(runs), "launched": sorted(launched)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="record to which the result is added")
     parser.add_argument("--commit", default="", help="of this tree, where git is not at hand")
-    parser.add_argument("--small", action="store_true", help="run the kernels, write the names of those launched to PATH")
-    parser.add_argument("--planted", action="store_true")
+    parser.add_argument("--small", metavar="CASE", help="run the kernels of CASE, write the names of those launched to PATH")
+    parser.add_argument("--limit", type=int, default=420, help="seconds for a case under one tool (default: %(default)s)")
     options = parser.parse_args()
     if options.small:
-        small(options.path, options.planted)
+        small(options.path, options.small)
         return 0
     commit = options.commit or subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True).strip()
-    with ThreadPoolExecutor() as threads:
-        control = threads.submit(checked, "memcheck", True)
-        tools = dict(zip(TOOLS, threads.map(checked, TOOLS)))
+    found: dict[str, dict] = {tool: {} for tool in TOOLS}
+    unproven = []
+    with ThreadPoolExecutor(16) as threads:
+        control = threads.submit(checked, "memcheck", PLANTED, options.limit)
+        waiting = {(tool, case): threads.submit(checked, tool, case, options.limit) for case in (*CASES, EDGES) for tool in TOOLS}
+        for (tool, case), run in waiting.items():
+            try:
+                found[tool][case] = run.result()
+            except RuntimeError as error:
+                unproven.append(f"{tool}, {case}")
+                print(error, flush=True)
         if not control.result()["errors"]:
             raise RuntimeError("memcheck did not find the planted write outside an allocation")
+    tools = {tool: together(runs) for tool, runs in found.items() if runs}
     path = Path(options.path)
     record = json.loads(path.read_text()) if path.is_file() else {}
     record["sanitizer"] = {"commit": commit, "device": torch.cuda.get_device_name(), "kernels": launch.digest(), "tools": tools}
     path.write_text(json.dumps(record, indent=1) + "\n")
     missed = {tool: sorted(every_kernel() - set(result["launched"])) for tool, result in tools.items()}
-    print("sanitizer:", {tool: result["errors"] for tool, result in tools.items()}, "not launched:", missed, flush=True)
-    return sum(result["errors"] for result in tools.values()) + sum(map(len, missed.values()))
+    errors = {tool: result["errors"] for tool, result in tools.items()}
+    print("sanitizer:", errors, "not launched:", missed, "no result:", unproven, flush=True)
+    return sum(errors.values()) + sum(map(len, missed.values())) + len(unproven)
 
 
 if __name__ == "__main__":

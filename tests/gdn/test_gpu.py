@@ -46,6 +46,7 @@ def test_no_kernel_was_seen_to_err():
     assert set(found["tools"]) == set(sanitize.TOOLS)
     for tool, result in found["tools"].items():
         assert result["errors"] == 0 and result["version"], (tool, result)
+        assert set(result["cases"]) == {*sanitize.CASES, sanitize.EDGES}, f"{tool} did not see every case: {AGAIN}"
         assert set(result["launched"]) == sanitize.every_kernel(), f"{tool} did not see every kernel: {AGAIN}"
 
 

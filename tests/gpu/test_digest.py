@@ -84,12 +84,29 @@ def test_parts_of_a_weight(device, dtype, offsets, shape):
     assert kernel().item() != want.item()
 
 
+def test_whole_tensors_in_one_launch(device, monkeypatch):
+    """Of every width, aligned and not, longer and shorter than a block, and longer than a segment."""
+    monkeypatch.setattr(triton_digest, "_SEGMENT", 2048)
+    tensors = [patterns(shape, dtype, device) for dtype in DTYPES for shape in ((3, 7), (2, 1024))]
+    tensors += [patterns((4099,), torch.bfloat16, device), patterns((50,), torch.int8, device) > 0]
+    tensors.append(tensors[-2][1:])
+    want = [digest._sum(x.cpu(), digest._strides(tuple(x.shape)), 0).item() for x in tensors]
+    assert triton_digest.whole_sums(tensors).tolist() == want
+    for changed in (5, 10):  # their last elements: in a whole block, and behind the last one, which a view of it has too
+        tensors[changed].view(-1)[-1:].view(torch.uint8)[-1] ^= 1
+    found = triton_digest.whole_sums(tensors).tolist()
+    assert [i for i, total in enumerate(want) if found[i] != total] == [5, 10, 12]
+
+
 def test_on_the_device_as_on_the_cpu(hardware):
     """The forms that the manifest and the recorder call, which choose the kernels by the device."""
     for shape in ((70_001,), (129, 513), (3, 40, 8)):
         weight = patterns(shape, torch.bfloat16, hardware)
         assert digest.tensor_digest(weight) == digest.tensor_digest(weight.cpu())
         assert torch.equal(rows.row_digests(weight.view(shape[0], -1)).cpu(), rows.row_digests(weight.cpu().view(shape[0], -1)))
+    many = {f"{n}": patterns(shape, torch.bfloat16, hardware) for n, shape in enumerate([(70_001,), (129, 513), (0, 4), (300, 1001)])}
+    many["apart"] = many["3"].t()
+    assert digest.tensors_digest(many) == digest.tensors_digest({name: tensor.cpu() for name, tensor in many.items()})
     shard = weight[:, :, 2:6]
     assert digest.tensor_digest(shard, (3, 40, 8), (0, 0, 2)) == digest.tensor_digest(shard.cpu(), (3, 40, 8), (0, 0, 2))
 

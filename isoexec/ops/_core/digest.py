@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,8 @@ from isoexec.contract.manifest import TensorDigest
 
 #: Elements at a time, by device type: words of 8 bytes that stay in a CPU's cache; on a GPU few launches, and temporaries of 128 MiB.
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
+#: Bytes of a GPU's tensors that are kept for one launch: some may be copies.
+_HELD = 1 << 30
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))  # the multipliers as signed 64-bit integers
 _LAST_SHIFT = 31
@@ -36,53 +39,95 @@ def tensor_digest(part: torch.Tensor, shape=None, offsets=None) -> TensorDigest:
     Raises:
         ContractError: the part does not lie within the whole, or the tensor is too large for an index and the bits to share a word.
     """
-    digest, total = _summed(part, shape, offsets)
-    return digest if total is None else dataclasses.replace(digest, total=int(total) % (1 << 64))
-
-
-def tensors_digest(tensors) -> dict[str, TensorDigest]:
-    """Digests of whole tensors, from (name, tensor) pairs or a dict."""
-    return dict(digests_of(tensors.items() if hasattr(tensors, "items") else tensors))
-
-
-def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, TensorDigest]]:
-    """Digests of whole tensors in their order, which wait for a device once; a tensor need not outlive its turn."""
-    found = [(name, *_summed(tensor, None, None)) for name, tensor in tensors]
-    totals: dict[torch.device, list[torch.Tensor]] = {}
-    for _, _, total in found:
-        if total is not None:
-            totals.setdefault(total.device, []).append(total)
-    numbers = {device: iter(torch.stack(each).tolist()) for device, each in totals.items()}
-    return [
-        (name, digest if total is None else dataclasses.replace(digest, total=next(numbers[total.device]) % (1 << 64)))
-        for name, digest, total in found
-    ]
-
-
-def _summed(part: torch.Tensor, shape, offsets) -> tuple[TensorDigest, torch.Tensor | None]:
-    """Digest without its total, and the total on the part's device; None where there are no elements."""
     shape = tuple(part.shape if shape is None else shape)
     offsets = (0,) * part.dim() if offsets is None else tuple(offsets)
     if len(shape) != part.dim() or len(offsets) != part.dim() or any(o < 0 or o + n > s for o, n, s in zip(offsets, part.shape, shape)):
         raise ContractError(
             f"weights: a part {list(part.shape)} at {list(offsets)} does not lie within a tensor {list(shape)}; check the layout"
         )
+    digest, strides = _without_total(part, shape), _strides(shape)
+    if not part.numel():
+        return digest
+    total = _total(part.detach(), strides, sum(o * s for o, s in zip(offsets, strides)))
+    return dataclasses.replace(digest, total=int(total) % (1 << 64))
+
+
+def tensors_digest(tensors) -> dict[str, TensorDigest]:
+    """Digests of whole tensors, from (name, tensor) pairs or a dict."""
+    return dict(begin_digests(tensors.items() if hasattr(tensors, "items") else tensors).result())
+
+
+class PendingDigests(NamedTuple):
+    """Digests that a device may still be computing."""
+
+    named: list[tuple[str, TensorDigest, torch.device | None]]
+    """Name, digest without its total, and where that is computed; None: there are no elements."""
+    totals: dict[torch.device, list[torch.Tensor]]
+    """[n] int64 each: the totals of a device in the order of the names."""
+
+    def result(self) -> list[tuple[str, TensorDigest]]:
+        """Digests in the order of the tensors, which may repeat a name; waits for each device once."""
+        numbers = {device: iter(torch.cat(found).tolist()) for device, found in self.totals.items()}
+        return [
+            (name, digest if device is None else dataclasses.replace(digest, total=next(numbers[device]) % (1 << 64)))
+            for name, digest, device in self.named
+        ]
+
+
+def begin_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> PendingDigests:
+    """Launch the digests of whole tensors without waiting for a device.
+
+    Args:
+        tensors: (name, tensor); one need not outlive its turn, and must not be written before the device has done what was launched.
+    """
+    named, totals = [], {}
+    held, bytes_ = [], 0  # tensors of a GPU that one launch will digest
+    for name, tensor in tensors:
+        digest = _without_total(tensor, tensor.shape)
+        device = tensor.device if digest.elements else None
+        named.append((name, digest, device))
+        if device is None:
+            continue
+        if not tensor.is_cuda:
+            totals.setdefault(device, []).append(_total(tensor.detach(), _strides(digest.shape), 0).view(1))
+            continue
+        if held and (held[0].device != device or bytes_ > _HELD):
+            totals.setdefault(held[0].device, []).append(_whole_totals(held))
+            held, bytes_ = [], 0
+        held.append(tensor.detach().contiguous())
+        bytes_ += tensor.numel() * tensor.element_size()
+    if held:
+        totals.setdefault(held[0].device, []).append(_whole_totals(held))
+    return PendingDigests(named, totals)
+
+
+def _whole_totals(tensors: list[torch.Tensor]) -> torch.Tensor:
+    from isoexec.ops._core.triton_digest import whole_sums
+
+    with torch.cuda.device(tensors[0].device):
+        return whole_sums(tensors)
+
+
+def _without_total(part: torch.Tensor, shape) -> TensorDigest:
+    """Digest of a part of a tensor of ``shape``, its total 0."""
     dtype = str(part.dtype).removeprefix("torch.")
     if part.is_complex():
         raise ContractError(f"weights: expected real numbers, found {dtype}")
-    digest = TensorDigest(shape, dtype, 0, part.numel())
+    digest = TensorDigest(tuple(shape), dtype, 0, part.numel())
     width = 8 * min(part.element_size(), 4)
     if digest.size * (part.element_size() // (width // 8)) > 1 << (64 - width):
         raise ContractError(
             f"weights: a tensor {dtype}{list(shape)} has too many elements for this digest; digest it in parts of a leading dimension"
         )
-    if not part.numel():
-        return digest, None
+    return digest
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Distance of neighbours in each dimension of a contiguous tensor."""
     strides = [1] * len(shape)
     for d in range(len(shape) - 2, -1, -1):
         strides[d] = strides[d + 1] * shape[d + 1]
-    first = sum(o * s for o, s in zip(offsets, strides))
-    return digest, _total(part.detach(), strides, first)
+    return strides
 
 
 def _total(part: torch.Tensor, strides: list[int], first: int) -> torch.Tensor:

@@ -19,6 +19,8 @@ _WIDE, _PARTS = 1 << 15, 64
 _UNIT, _TOGETHER = 16, 8
 #: Most programs of :func:`part_sum`: some for each multiprocessor of any GPU.
 _PROGRAMS = 1024
+#: Elements of a program of :func:`whole_sums`: so many programs that none is waited for alone.
+_SEGMENT = 1 << 16
 
 
 @triton.jit
@@ -101,22 +103,51 @@ def _columns_kernel(words, out, W, STEP: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _mixed(at, pattern, WIDTH: tl.constexpr, SALT: tl.constexpr):
+    """Mixed words of elements of WIDTH bits at the places ``at`` of the whole."""
+    word = (at.to(tl.uint64, bitcast=True) << WIDTH) + (pattern.to(tl.int64).to(tl.uint64, bitcast=True) & ((1 << WIDTH) - 1))
+    return mix(word + SALT)
+
+
+@triton.jit
 def _part_kernel(bits, out, count, columns, stride, first, programs, PACKED: tl.constexpr, WIDTH: tl.constexpr,
                  SALT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A program's share of the sum over ``count`` elements, in rows of ``columns`` whose first ones are ``stride`` apart in the whole."""
     program = tl.program_id(0).to(tl.int64)
-    mask_of_bits: tl.constexpr = (1 << WIDTH) - 1
     total = tl.zeros([BLOCK], dtype=tl.uint64)
     for start in range(program * BLOCK, count, programs * BLOCK):
         at = (start + tl.arange(0, BLOCK)).to(tl.int64)
         inside = at < count
         if PACKED:  # rows without a gap: no division of 64 bits for each element
-            index = (first + at).to(tl.uint64, bitcast=True)
+            index = first + at
         else:
-            index = (first + at // columns * stride + at % columns).to(tl.uint64, bitcast=True)
-        pattern = tl.load(bits + at, mask=inside, other=0).to(tl.int64).to(tl.uint64, bitcast=True) & mask_of_bits
-        total += tl.where(inside, mix((index << WIDTH) + pattern + SALT), 0)
+            index = first + at // columns * stride + at % columns
+        pattern = tl.load(bits + at, mask=inside, other=0)
+        total += tl.where(inside, _mixed(index, pattern, WIDTH, SALT), 0)
     tl.store(out + program, tl.sum(total, 0).to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _segments_kernel(table, out, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SALT: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds a segment's sum to that of its tensor; ``table`` [programs, 4]: address, first index, elements, tensor."""
+    entry = table + tl.program_id(0).to(tl.int64) * 4
+    address = tl.load(entry)
+    first = tl.load(entry + 1)
+    count = tl.load(entry + 2).to(tl.int32)
+    element: tl.constexpr = tl.int8 if WIDTH == 8 else tl.int16 if WIDTH == 16 else tl.int32
+    bits = address.to(tl.pointer_type(element))
+    if ALIGNED:
+        bits = tl.multiple_of(bits, 16)
+    total = tl.zeros([BLOCK], dtype=tl.uint64)
+    whole = count - count % BLOCK
+    for start in range(0, whole, BLOCK):  # without a mask, so in loads of 16 bytes
+        at = start + tl.arange(0, BLOCK)
+        total += _mixed(first + at, tl.load(bits + at), WIDTH, SALT)
+    if whole < count:
+        at = whole + tl.arange(0, BLOCK)
+        word = _mixed(first + at, tl.load(bits + at, mask=at < count, other=0), WIDTH, SALT)
+        total += tl.where(at < count, word, 0)
+    tl.atomic_add(out + tl.load(entry + 3), tl.sum(total, 0).to(tl.int64, bitcast=True), sem="relaxed")
 
 
 def row_sums(pieces: torch.Tensor, length: int, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -190,3 +221,32 @@ def part_sum(bits: torch.Tensor, columns: int, stride: int, first: int) -> torch
         num_warps=4,
     )  # fmt: skip
     return out.sum()
+
+
+def whole_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """[N] int64: :func:`part_sum` of each of N whole tensors, in one launch for each width of elements; nothing is waited for.
+
+    Args:
+        tensors: contiguous, of one device, elements of 1, 2, 4 or 8 bytes (8: two of 4, the low one first).
+    """
+    out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    kinds: dict[tuple[int, bool], list[tuple[int, int, int]]] = {}
+    for slot, tensor in enumerate(tensors):
+        address, size = tensor.data_ptr(), tensor.element_size()
+        count = tensor.numel() * (2 if size == 8 else 1)
+        kinds.setdefault((min(size, 4), address % 16 == 0), []).append((address, count, slot))
+    for (size, aligned), found in kinds.items():
+        table = _segments(torch.tensor(found), size)
+        if out.is_cuda:
+            table = table.pin_memory().to(out.device, non_blocking=True)
+        _segments_kernel[(len(table),)](table, out, WIDTH=8 * size, ALIGNED=aligned, SALT=_STEP, BLOCK=_BLOCK, num_warps=4)
+    return out
+
+
+def _segments(tensors: torch.Tensor, size: int) -> torch.Tensor:
+    """Table of :func:`_segments_kernel` of [N, 3] addresses, numbers of elements of ``size`` bytes, and slots in the result."""
+    address, count, slot = tensors.unbind(1)
+    segments = (count + _SEGMENT - 1) // _SEGMENT
+    which = torch.repeat_interleave(segments)
+    first = (torch.arange(len(which)) - (segments.cumsum(0) - segments)[which]) * _SEGMENT
+    return torch.stack((address[which] + first * size, first, (count[which] - first).clamp(max=_SEGMENT), slot[which]), 1)

@@ -65,8 +65,8 @@ def prepass_kernel(q, k, g, beta, ring_k, ring_gates, slots, sequences, chunks, 
 
 
 @triton.jit
-def _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, slot, k_slot, rhs_slot, w, row0, lo, hi, h, hv,
-                ov, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+def _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, slot, v_row, k_slot, rhs_slot, w, row0, lo, hi, h,
+                hv, ov, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
                 POOL: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
     """A chunk whose rows [0, lo) come from the ring and whose rows [hi, C) are not there yet -> u^T, rhs^T, k."""
     i = tl.arange(0, C)
@@ -74,7 +74,7 @@ def _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, s
     square = i[:, None] * C + i[None, :]
     kt = rows(k + (row0 * H + h) * K, i, d, H * K, lo, hi)
     qt = rows(q + (row0 * H + h) * K, i, d, H * K, lo, hi)
-    vT = rowsT(v + (row0 * HV + hv) * V, i, ov, HV * V, lo, hi)
+    vT = rowsT(v + row0 * v_row + hv * V, i, ov, v_row, lo, hi)
     b = tl.load(b_ws + w * C + i)
     eG = tl.load(E_ws + w * 3 * C + i)
     eGs = tl.load(E_ws + w * 3 * C + C + i)
@@ -95,7 +95,7 @@ def _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, s
 
 
 @triton.jit
-def _full_chunk(S, c, q, k, v, o, b_ws, E_ws, T_ws, M_ws, u_ws, states, first, t0, chunk0, h, hv, ov, tile, H: tl.constexpr,
+def _full_chunk(S, c, q, k, v, o, b_ws, E_ws, T_ws, M_ws, u_ws, states, v_row, first, t0, chunk0, h, hv, ov, tile, H: tl.constexpr,
                 HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SAVE: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
     """A chunk of C rows of this call: writes its outputs -> the state after it."""
     i = tl.arange(0, C)
@@ -106,7 +106,7 @@ def _full_chunk(S, c, q, k, v, o, b_ws, E_ws, T_ws, M_ws, u_ws, states, first, t
     at = (row0 * HV + hv) * V + i[None, :] * (HV * V) + ov[:, None]
     kt = tl.load(k + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
     qt = tl.load(q + (row0 * H + h) * K + i[:, None] * (H * K) + d[None, :])
-    vT = tl.load(v + at)
+    vT = tl.load(v + row0 * v_row + hv * V + i[None, :] * v_row + ov[:, None])
     b = tl.load(b_ws + w * C + i)
     eG = tl.load(E_ws + w * 3 * C + i)
     eGs = tl.load(E_ws + w * 3 * C + C + i)
@@ -124,12 +124,13 @@ def _full_chunk(S, c, q, k, v, o, b_ws, E_ws, T_ws, M_ws, u_ws, states, first, t
 
 @triton.jit
 def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws, E_ws, T_ws, M_ws, u_ws, h_ws, blocks, states,
-                 S_slot, k_slot, rhs_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                 v_row, S_slot, k_slot, rhs_slot, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                  C: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, POOL: tl.constexpr, SAVE: tl.constexpr,
-                 EACH: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+                 EACH: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PART: tl.constexpr):  # fmt: skip
     """Per sequence, value head and slice of V: the boundary state through all chunks, and the outputs.
 
-    SAVE keeps u and the state of every BLOCK tokens for the backward, EACH the fp32 state before every chunk that starts here.
+    SAVE keeps u and the state of every BLOCK tokens for the backward, EACH the fp32 state before every chunk that starts here. PART: 0 all
+    chunks, 1 the resumed one that this call completes, 2 the one it leaves open; those between are then of another kernel (over a pool).
     """
     iv = tl.program_id(0)
     n = tl.program_id(1) // HV
@@ -148,16 +149,16 @@ def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws
     slot = (first * 0).to(tl.int64)
     if POOL:
         slot = tl.load(slots + n).to(tl.int64)
-        if start >= C:  # before that a slot's contents belong to nobody
+        if (start + length if PART == 2 else start) >= C:  # before that a slot's contents belong to nobody
             at = slot * S_slot + hv * V * K
             S = join_planes(tl.load(high + at + tile), tl.load(low + at + tile))
     full = (t0 + length) // C
     c0 = 0
     if POOL:
         c0 = ((t0 > 0) & (full > 0)).to(tl.int32)
-        if c0 > 0:
+        if (0 if PART == 2 else c0) > 0:
             w = (chunk0 * HV + hv).to(tl.int64)
-            uT, rhsT, kt = _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, slot, k_slot,
+            uT, rhsT, kt = _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, slot, v_row, k_slot,
                                           rhs_slot, w, (first - t0).to(tl.int64), t0, C, h, hv, ov, H, HV, K, V, C, POOL,
                                           False)  # fmt: skip
             S = next_state(S, uT, kt, tl.load(E_ws + w * 3 * C + 2 * C + i), tl.load(E_ws + w * 3 * C + C - 1))
@@ -168,20 +169,23 @@ def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws
         for group in tl.range(0, full // per, num_stages=STAGES):
             tl.store(h_ws + ((block0 + group).to(tl.int64) * HV + hv) * V * K + tile, high_plane(S))
             for j in tl.static_range(per):
-                S = _full_chunk(S, group * per + j, q, k, v, o, b_ws, E_ws, T_ws, M_ws, u_ws, states, first, t0, chunk0, h, hv, ov, tile,
-                                H, HV, K, V, C, SAVE, EACH)  # fmt: skip
+                S = _full_chunk(S, group * per + j, q, k, v, o, b_ws, E_ws, T_ws, M_ws, u_ws, states, v_row, first, t0, chunk0, h, hv, ov,
+                                tile, H, HV, K, V, C, SAVE, EACH)  # fmt: skip
         c0 = full // per * per
         if c0 < full:
             tl.store(h_ws + ((block0 + full // per).to(tl.int64) * HV + hv) * V * K + tile, high_plane(S))
-    for c in tl.range(c0, full, num_stages=STAGES, loop_unroll_factor=1 if SAVE else UNROLL):
-        S = _full_chunk(S, c, q, k, v, o, b_ws, E_ws, T_ws, M_ws, u_ws, states, first, t0, chunk0, h, hv, ov, tile, H, HV, K, V, C,
-                        SAVE, EACH)  # fmt: skip
-    if POOL:
+    if PART == 0:
+        for c in tl.range(c0, full, num_stages=STAGES, loop_unroll_factor=1 if SAVE else UNROLL):
+            S = _full_chunk(S, c, q, k, v, o, b_ws, E_ws, T_ws, M_ws, u_ws, states, v_row, first, t0, chunk0, h, hv, ov, tile, H, HV, K, V,
+                            C, SAVE, EACH)  # fmt: skip
+    elif PART == 1:
+        full = c0
+    if POOL and PART < 2:
         if full > 0:
             at = slot * S_slot + hv * V * K
             tl.store(high + at + tile, high_plane(S))
             tl.store(low + at + tile, low_plane(S))
-    held = t0 + length - full * C
+    held = 0 if PART == 1 else t0 + length - full * C
     if (held > 0) & (length > 0):  # the open chunk: outputs only, S stays at its boundary
         w = ((chunk0 + full) * HV + hv).to(tl.int64)
         lo = tl.where(full > 0, 0, t0)
@@ -190,7 +194,7 @@ def chain_kernel(q, k, v, o, high, low, ring_k, ring_rhs, slots, sequences, b_ws
         if SAVE:
             block = (tl.load(blocks + n) + full * C // BLOCK).to(tl.int64)
             tl.store(h_ws + (block * HV + hv) * V * K + tile, high_plane(S), mask=((full * C) % BLOCK == 0) & (tile >= 0))
-        uT, rhsT, kt = _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, slot, k_slot,
+        uT, rhsT, kt = _edge_chunk(S, q, k, v, o, u_ws, ring_k, ring_rhs, b_ws, E_ws, T_ws, M_ws, slot, v_row, k_slot,
                                       rhs_slot, w, (first - t0 + full * C).to(tl.int64), lo, held, h, hv, ov, H, HV, K, V, C,
                                       POOL, SAVE)  # fmt: skip
         if POOL:

@@ -59,44 +59,62 @@ def _fill(high, low, base, live, ring_kh, kn, factor, uT, G, last, ov, K: tl.con
 
 
 @triton.jit
+def _inputs(q, k, v, g, beta, A_log, dt_bias, n, hv, h, d, ov, qk_row, v_row, g_row, beta_row, K: tl.constexpr, V: tl.constexpr,
+            RAW: tl.constexpr):  # fmt: skip
+    """k and q [1, K], v [BV], g and beta of one lane and value head."""
+    row = n.to(tl.int64)
+    kn = tl.load(k + row * qk_row + h * K + d)[None, :]
+    qn = tl.load(q + row * qk_row + h * K + d)[None, :]
+    vn = tl.load(v + row * v_row + hv * V + ov).to(tl.float32)
+    g_t, b_t = _gate(g + row * g_row, beta + row * beta_row, A_log, dt_bias, hv, hv, RAW)
+    return kn, qn, vn, g_t, b_t
+
+
+@triton.jit
 def decode_kernel(q, k, v, g, beta, A_log, dt_bias, o, high, low, ring_k, ring_rhs, ring_gates, slots, positions, scale, eps,
                   null_slot, qk_row, v_row, g_row, beta_row, S_slot, k_slot, rhs_slot, gates_slot, H: tl.constexpr, HV: tl.constexpr,
                   K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LOGC: tl.constexpr, LOGK: tl.constexpr, BV: tl.constexpr,
-                  RAW: tl.constexpr):  # fmt: skip
-    """One token of one lane, value head and slice of V. Reads the high plane only; writes S when the chunk fills."""
+                  RAW: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """One token of one lane, value head and slice of V. Reads the high plane only; writes S when the chunk fills.
+
+    EARLY asks for what needs no slot before the slot is known: few lanes are a chain of latencies.
+    """
     iv = tl.program_id(0)
     n = tl.program_id(1) // HV
     hv = tl.program_id(1) % HV
     h = hv // (HV // H)
     ov = iv * BV + tl.arange(0, BV)
     slot = tl.load(slots + n).to(tl.int64)
-    out = o + (n * HV + hv).to(tl.int64) * V + ov
+    position = tl.load(positions + n)
+    i = tl.arange(0, C)
+    d = tl.arange(0, K)
+    if EARLY:
+        kn, qn, vn, g_t, b_t = _inputs(q, k, v, g, beta, A_log, dt_bias, n, hv, h, d, ov, qk_row, v_row, g_row, beta_row, K, V, RAW)
+    out = o + n.to(tl.int64) * HV * V + hv * V + ov
     if (slot < 0) | (slot == null_slot):
         tl.store(out, tl.zeros([BV], dtype=tl.float32).to(o.dtype.element_ty))
     else:
-        position = tl.load(positions + n)
+        if not EARLY:
+            kn, qn, vn, g_t, b_t = _inputs(q, k, v, g, beta, A_log, dt_bias, n, hv, h, d, ov, qk_row, v_row, g_row, beta_row, K, V, RAW)
         t = position % C
-        i = tl.arange(0, C)
-        d = tl.arange(0, K)
-        row = n.to(tl.int64)
         at = slot * S_slot + hv * V * K + ov[:, None] * K + d[None, :]
         live = (position >= C) & (at >= 0)
-        S_high = tl.load(high + at, mask=live, other=0.0)
-        k_at = k + row * qk_row + h * K
-        kn, factor = _unit(tl.load(k_at + d)[None, :], eps, K, LOGK, RAW)
-        qn, _ = _unit(tl.load(q + row * qk_row + h * K + d)[None, :], eps, K, LOGK, RAW)
-        vn = tl.load(v + row * v_row + hv * V + ov).to(tl.float32)
         here = i == t
-        ring_kh = ring_k + slot * k_slot + h * C * K
-        kt = tl.where(here[:, None], kn, rows(ring_kh, i, d, K, 0, t))
-        ring_rhsh = ring_rhs + slot * rhs_slot + hv * C * V
-        rhsT = rowsT(ring_rhsh, i, ov, V, 0, t)
         ring = ring_gates + slot * gates_slot + hv * 2 * C
+        ring_kh = ring_k + slot * k_slot + h * C * K
+        ring_rhsh = ring_rhs + slot * rhs_slot + hv * C * V
         before = tl.load(ring + t - 1, mask=t > 0, other=0.0)
-        g_t, b_t = _gate(g + row * g_row, beta + row * beta_row, A_log, dt_bias, hv, hv, RAW)
+        G = tl.load(ring + i, mask=i < t, other=0.0)
+        b = tl.load(ring + C + i, mask=i < t, other=0.0)
+        kt = rows(ring_kh, i, d, K, 0, t)
+        S_high = tl.load(high + at, mask=live, other=0.0)
+        rhsT = rowsT(ring_rhsh, i, ov, V, 0, t)
+        kn, factor = _unit(kn, eps, K, LOGK, RAW)
+        qn, _ = _unit(qn, eps, K, LOGK, RAW)
+        kt = tl.where(here[:, None], kn, kt)
         G_t = before + g_t
-        G = tl.where(i < t, tl.load(ring + i, mask=i < t, other=0.0), G_t)
-        b = tl.where(here, b_t, tl.load(ring + C + i, mask=i < t, other=0.0))
+        G = tl.where(i < t, G, G_t)
+        b = tl.where(here, b_t, b)
         T = solve_tile(dot(kt, tl.trans(kt)), G, b, C, LOGC)
         qt = tl.where(here[:, None], qn, tl.zeros([C, K], dtype=tl.bfloat16))
         M = score_tile(dot(qt, tl.trans(kt)), G, scale, C)
@@ -113,7 +131,7 @@ def decode_kernel(q, k, v, g, beta, A_log, dt_bias, o, high, low, ring_k, ring_r
         tl.store(out, column(oT, here[None, :], 1).to(o.dtype.element_ty))
         if t == C - 1:
             base = slot * S_slot + hv * V * K
-            _fill(high, low, base, position >= C, ring_kh, k_at, factor, uT, G, G_t, ov, K, C, RAW)
+            _fill(high, low, base, position >= C, ring_kh, k + n.to(tl.int64) * qk_row + h * K, factor, uT, G, G_t, ov, K, C, RAW)
         else:
             tl.store(ring_rhsh + t * V + ov, rhs_t)
             if iv == 0:

@@ -50,12 +50,27 @@ def _conv_tile(x, x_row, weight, window, tokens, sequences, t, real, c, D: tl.co
 
 @triton.jit
 def conv_kernel(x, weight, window, y, tokens, sequences, T, x_row, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-                HAS_WINDOW: tl.constexpr):  # fmt: skip
-    t = tl.program_id(0) * R + tl.arange(0, R)
+                STEPS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # fmt: skip
+    """STEPS tiles of R rows, one after another. A tile inside one sequence, all of whose taps are rows of this call, needs no selection."""
     c = tl.program_id(1) * N + tl.arange(0, N)
-    real = t < T
-    tile = _conv_tile(x, x_row, weight, window, tokens, sequences, t, real, c, D, W, HAS_WINDOW)
-    tl.store(y + t.to(tl.int64)[:, None] * D + c[None, :], tile, mask=real[:, None])
+    taps = ()
+    for tap in tl.static_range(W):
+        taps = taps + (tl.load(weight + c * W + tap).to(tl.float32)[None, :],)
+    for step in range(STEPS):
+        first = (tl.program_id(0) * STEPS + step) * R
+        t = first + tl.arange(0, R)
+        real = t < T
+        p = tl.load(tokens + 2 * first + 1, mask=first < T, other=0)
+        last = tl.load(tokens + 2 * (first + R - 1) + 1, mask=first + R <= T, other=-1)
+        at = t.to(tl.int64)[:, None] * x_row + c[None, :]
+        if (p >= W - 1) & (last == p + R - 1):
+            total = tl.load(x + at - (W - 1) * x_row).to(tl.float32) * taps[0]
+            for j in tl.static_range(1, W):
+                total = total + tl.load(x + at - (W - 1 - j) * x_row).to(tl.float32) * taps[j]
+            tile = silu(total).to(tl.bfloat16)
+        else:
+            tile = _conv_tile(x, x_row, weight, window, tokens, sequences, t, real, c, D, W, HAS_WINDOW)
+        tl.store(y + t.to(tl.int64)[:, None] * D + c[None, :], tile, mask=real[:, None])
 
 
 @triton.jit

@@ -23,6 +23,8 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "32": {"BV": 32, "num_warps": 4, "stages": 2},
         "64": {"BV": 64, "num_warps": 4, "stages": 2},
     },
+    # Registers for three programs on a processor, so that five sequences of 32 heads are one wave.
+    "chain_hopper": dict.fromkeys(("16", "32"), {"BV": 64, "num_warps": 4, "stages": 4, "maxnreg": 168}),
     "recur": dict.fromkeys(("16", "32", "64"), {"BV": 16, "num_warps": 4}),
     "recur_step": dict.fromkeys(("16", "32", "64"), {"BV": 32, "num_warps": 4}),
     "tail": {"16": {"num_warps": 2}, "32": {"num_warps": 2}, "64": {"num_warps": 4}},
@@ -57,9 +59,12 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "32": {"BV": 128, "num_warps": 8},
         "64": {"BV": 128, "num_warps": 8},
     },
-    # Up to how many pairs of sequence and value head the narrow chains are faster, and decode is one launch.
-    "limits": {"any": {"narrow": 6 * 32, "one_launch": 16 * 32}},
-    "conv": {"any": {"rows": 16, "channels": 256, "num_warps": 4}},
+    # Up to how many pairs of sequence and value head the narrow chains are faster, and decode is one launch; from how many chunks of
+    # the longest sequence, and how many pairs, a prefill's whole chunks are a launch of their own on sm_90. Up to how many pairs a
+    # decode step asks for its inputs before it knows their slot.
+    "limits": {"any": {"narrow": 6 * 32, "one_launch": 16 * 32, "hopper_chunks": 8, "hopper_pairs": 96,
+                       "early": 16 * 32}},
+    "conv": {"any": {"rows": 8, "channels": 256, "steps": 8, "num_warps": 4}},
     "conv_step": {"any": {"channels": 256, "num_warps": 1}},
     "window": {"any": {"channels": 256, "num_warps": 4}},
     "inputs": {"any": {"rows": 16, "num_warps": 4}},

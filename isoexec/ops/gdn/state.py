@@ -134,6 +134,7 @@ class Plan:
             owner += [n] * count
             local += range(count)
         self.tokens, self.chunks = self.offsets[-1], len(owner)
+        self.whole_chunks = max((length // chunk for length in lengths), default=0)  # of the longest sequence
         table = torch.tensor([self.offsets[:-1], lengths, starts, self.first_chunk], dtype=torch.int32)
         self.sequence_table = table.T.contiguous().to(device)  # [N, 4]: first row, length, start, first chunk
         self.chunk_table = torch.tensor([owner, local], dtype=torch.int32).T.contiguous().to(device)  # [chunks, 2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from isoexec.contract import ContractError
-from isoexec.ops.gdn import kernels
+from isoexec.ops.gdn import kernels, triton_hopper
 from isoexec.ops.gdn.state import BLOCK, Plan, StatePool
 from isoexec.ops.gdn.triton_launch import configured, limit, split
 
@@ -15,7 +15,7 @@ def check(q, k, v, g, beta, chunk: int) -> None:
     want = {"q": (q, (T, H, K), torch.bfloat16), "k": (k, (T, H, K), torch.bfloat16), "v": (v, (T, HV, V), torch.bfloat16),
             "g": (g, (T, HV), torch.float32), "beta": (beta, (T, HV), torch.float32)}  # fmt: skip
     for name, (x, shape, dtype) in want.items():
-        if x.shape != shape or x.dtype != dtype or not x.is_contiguous():
+        if x.shape != shape or x.dtype != dtype or not (x[:1] if name == "v" else x).is_contiguous():
             raise ContractError(
                 f"op gdn.cpr_wy: {name} expected contiguous {shape} {dtype}, found {tuple(x.shape)} {x.dtype}"
                 f"{'' if x.is_contiguous() else ', not contiguous'}"
@@ -53,8 +53,25 @@ def chain(q, k, v, plan: Plan, ws: Workspace, out_dtype, pool=None, slots=None, 
 
     states [chunks, HV, V, K] fp32 is filled with the state before every chunk, but not of one that is resumed.
     """
+    C, o = plan.chunk, torch.empty(v.shape, dtype=out_dtype, device=v.device)
+    if pool and states is None and entry is None and _apart(plan, v.shape[1]) and triton_hopper.fits(q, k, v, C):
+        if any(start % C for start in plan.starts):
+            _chain(q, k, v, o, plan, ws, pool, slots, part=1)
+        triton_hopper.whole_chunks(q, k, v, o, plan, ws, pool, slots)
+        if any((start + length) % C for start, length in zip(plan.starts, plan.lengths)):
+            _chain(q, k, v, o, plan, ws, pool, slots, part=2)
+        return o, v, v
+    return o, *_chain(q, k, v, o, plan, ws, pool, slots, save, states, entry)
+
+
+def _apart(plan: Plan, HV: int) -> bool:
+    """Whether whole chunks are a launch of their own on sm_90: enough of them, of enough heads."""
+    return plan.whole_chunks >= limit("hopper_chunks") and len(plan.lengths) * HV >= limit("hopper_pairs")
+
+
+def _chain(q, k, v, o, plan, ws, pool, slots, save=False, states=None, entry=None, part=0):
+    """`kernels.chain_kernel` -> u, h of `chain`."""
     (H, K), (HV, V), C = q.shape[1:], v.shape[1:], plan.chunk
-    o = torch.empty(v.shape, dtype=out_dtype, device=v.device)
     u, h, first_block = v, v, plan.sequence_table
     if save:
         first_block, table = plan.blocks
@@ -66,11 +83,11 @@ def chain(q, k, v, plan: Plan, ws: Workspace, out_dtype, pool=None, slots=None, 
     if plan.chunks:
         kernels.chain_kernel[V // constants["BV"], len(plan.lengths) * HV](
             q, k, v, o, high, low, ring_k, rhs, plan.sequence_table if slots is None else slots, plan.sequence_table,
-            ws.b, ws.E, ws.T, ws.M, u, h, first_block, h if states is None else states, high.stride(0), ring_k.stride(0), rhs.stride(0),
-            H, HV, K, V, C, constants["BV"], BLOCK, POOL=pool is not None, SAVE=save, EACH=states is not None,
-            STAGES=constants["stages"], UNROLL=constants.get("unroll", 1), **options,
+            ws.b, ws.E, ws.T, ws.M, u, h, first_block, h if states is None else states, v.stride(0), high.stride(0), ring_k.stride(0),
+            rhs.stride(0), H, HV, K, V, C, constants["BV"], BLOCK, POOL=pool is not None, SAVE=save, EACH=states is not None,
+            STAGES=constants["stages"], UNROLL=constants.get("unroll", 1), PART=part, **options,
         )  # fmt: skip
-    return o, u, h
+    return u, h
 
 
 def train(q, k, v, g, beta, plan, scale=None, out_dtype=torch.bfloat16):
@@ -85,7 +102,8 @@ def train(q, k, v, g, beta, plan, scale=None, out_dtype=torch.bfloat16):
 
 
 def prefill(q, k, v, g, beta, plan, pool, slots, scale=None, out_dtype=torch.bfloat16, states=None, entry=None):
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    q, k, g, beta = (x.contiguous() for x in (q, k, g, beta))
+    v = v if v[:1].is_contiguous() and v.stride(0) % 8 == 0 else v.contiguous()  # rows of the mixer's channels are taken as they lie
     check(q, k, v, g, beta, plan.chunk)
     check_pool(pool, plan.chunk, q, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

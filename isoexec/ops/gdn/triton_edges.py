@@ -55,14 +55,14 @@ def conv1d(x, weight, plan, window=None):
     x, weight = _rows_of(x), weight.contiguous()
     (T, D), taps = x.shape, weight.shape[1]
     sizes, options = configured("conv")
-    R, N = sizes["rows"], cut(D, sizes["channels"])
+    R, N, steps = sizes["rows"], cut(D, sizes["channels"]), sizes["steps"]
     old = None if window is None else window.contiguous()
 
     def launch(x, weight):
         y = torch.empty(T, D, dtype=x.dtype, device=x.device)
         if T:
-            kernels.conv_kernel[-(-T // R), D // N](
-                x, weight, x if old is None else old, y, plan.token_table, plan.sequence_table, T, x.stride(0), D, taps, R, N,
+            kernels.conv_kernel[-(-T // (R * steps)), D // N](
+                x, weight, x if old is None else old, y, plan.token_table, plan.sequence_table, T, x.stride(0), D, taps, R, N, steps,
                 old is not None, **options,
             )  # fmt: skip
         return y

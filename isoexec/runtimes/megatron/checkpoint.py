@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from isoexec.contract import ContractError, active_contract
 from isoexec.contract.manifest import Manifest, TensorDigest
-from isoexec.ops._core.digest import digests_of
-from isoexec.runtimes.megatron.exchange import gather_texts, share_tensors
+from isoexec.ops._core.digest import PendingDigests, begin_digests
+from isoexec.runtimes.megatron.exchange import CPU, gather_texts, share_tensors
 from isoexec.runtimes.megatron.hf_files import HFFiles
 from isoexec.runtimes.megatron.mapping import EXPERT_BIAS, VOCABULARY, Entry, entries
 
@@ -78,26 +78,31 @@ def hf_tensors(
     group=None,
     expert_group=None,
     read: Callable[[torch.nn.Parameter], Tensor | None] = torch.Tensor.detach,
+    device: torch.device = CPU,
 ) -> dict[str, Tensor]:
-    """Whole HF tensors of a ``GPTModel``'s parameters, copies on the CPU.
+    """Whole HF tensors of a ``GPTModel``'s parameters: copies on the CPU, or on the parameters' own device views where that is possible.
 
     Args:
         model, hf_config, layer_offset: as in :func:`load_hf`.
         group: tensor-parallel process group or None; every rank of it must call and gets the whole tensors.
         expert_group: expert-parallel process group or None; likewise.
         read: what to export of a parameter: its value, or for example its gradient; None leaves it out.
+        device: where the tensors are wanted. What stays on the parameters' device is read before the next optimizer step, or is lost.
     """
     found = {}
     for entry, name, part in _hf_parts(model, hf_config, layer_offset, group, expert_group, read):
-        found[name] = (part.float() if entry.fp32 else part).cpu().clone().contiguous()
-    return found if expert_group is None else share_tensors(found, expert_group)
+        part = (part.float() if entry.fp32 else part).to(device).contiguous()
+        found[name] = part.clone() if device.type == "cpu" else part
+    return found if expert_group is None else share_tensors(found, expert_group, device)
 
 
-def hf_digests(model: torch.nn.Module, hf_config, *, layer_offset: int = 0, group=None, expert_group=None) -> dict[str, TensorDigest]:
+def begin_hf_digests(model: torch.nn.Module, hf_config, *, layer_offset: int = 0, group=None, expert_group=None) -> PendingDigests:
     """Digests, in the parameters' dtypes, of the whole HF tensors that this rank holds or takes part in; arguments of :func:`hf_tensors`.
 
+    The parameters must not be written before the device has done what was launched.
+
     Raises:
-        ContractError: a parameter or buffer of the model has no HF name, or one tensor was found twice with other bits.
+        ContractError: a parameter or buffer of the model has no HF name.
     """
     unknown = set(global_parameters(model, layer_offset)) - {entry.name for entry in entries(hf_config)}
     unknown |= {name for name, _ in model.named_buffers() if not name.endswith(_UNREAD_BUFFERS)} - policy_tensors(model).keys()
@@ -107,24 +112,27 @@ def hf_digests(model: torch.nn.Module, hf_config, *, layer_offset: int = 0, grou
             "isoexec/runtimes/megatron/mapping.py"
         )
     parts = _hf_parts(model, hf_config, layer_offset, group, expert_group, torch.Tensor.detach)
-    return _merge({name: digest} for name, digest in digests_of((name, part) for _, name, part in parts))
+    return begin_digests((name, part) for _, name, part in parts)
 
 
-def manifest_of_ranks(digests: dict[str, TensorDigest]) -> Manifest:
-    """The manifest of a model from the :func:`hf_digests` of every process; every process calls, and each gets it.
+def manifest_of_ranks(digests: PendingDigests) -> Manifest:
+    """The manifest of a model from the :func:`begin_hf_digests` of every process; every process calls, and each gets it.
 
     Raises:
-        ContractError: processes that hold the same tensor have other bits in it.
+        ContractError: one process, or two, hold the same tensor with other bits in it.
     """
-    texts = gather_texts(json.dumps(Manifest(digests).data()))
-    return Manifest(_merge(Manifest.from_data(json.loads(text)).tensors for text in texts))
+    own = Manifest(_merge([digests.result()]))
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return own
+    texts = gather_texts(json.dumps(own.data()))
+    return Manifest(_merge(Manifest.from_data(json.loads(text)).tensors.items() for text in texts))
 
 
-def _merge(parts: Iterable[dict[str, TensorDigest]]) -> dict[str, TensorDigest]:
+def _merge(parts: Iterable[Iterable[tuple[str, TensorDigest]]]) -> dict[str, TensorDigest]:
     """Digests by name; what is held several times (replicas, a tied head on another pipeline stage) must be the same."""
     found: dict[str, TensorDigest] = {}
     for part in parts:
-        for name, digest in part.items():
+        for name, digest in part:
             if found.setdefault(name, digest) != digest:
                 raise ContractError(
                     f"weights.{name}: two copies in the trainer differ: {found[name]} and {digest}; replicas have drifted apart: restart "

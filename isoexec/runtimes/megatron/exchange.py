@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 Tensor = torch.Tensor
 
+CPU = torch.device("cpu")
+
 
 def gather_texts(text: str, group=None) -> list[str]:
     """The text of every rank of ``group`` (None: of all), in their order; every rank calls, each gets them."""
@@ -20,11 +22,11 @@ def gather_texts(text: str, group=None) -> list[str]:
     return [part.numpy().tobytes()[:length].decode() for part, length in zip(_gather(padded, group), lengths, strict=True)]
 
 
-def share_tensors(tensors: dict[str, Tensor], group) -> dict[str, Tensor]:
-    """Tensors of every rank of ``group``, on every rank, on the CPU; of a name that several hold, the first's.
+def share_tensors(tensors: dict[str, Tensor], group, device: torch.device = CPU) -> dict[str, Tensor]:
+    """Tensors of every rank of ``group``, on every rank, on ``device``; of a name that several hold, the first's.
 
     Args:
-        tensors: contiguous, on the CPU.
+        tensors: contiguous, on ``device``.
         group: process group; every rank of it calls.
     """
     if group.size() == 1:
@@ -35,7 +37,7 @@ def share_tensors(tensors: dict[str, Tensor], group) -> dict[str, Tensor]:
         for name, dtype, shape in json.loads(text):
             if name not in found:
                 mine = rank == group.rank()
-                tensor = tensors[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype))
+                tensor = tensors[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
                 found[name] = _broadcast(tensor, rank, group)
     return found
 
@@ -44,7 +46,7 @@ def _broadcast(tensor: Tensor, rank: int, group) -> Tensor:
     """``tensor`` of a rank of ``group``; the others give one of its shape and dtype, which is filled."""
     moved = tensor.reshape(-1).view(torch.uint8).to(_device(group))
     dist.broadcast(moved, dist.get_global_rank(group, rank), group=group)
-    return moved.cpu().view(tensor.dtype).view(tensor.shape)
+    return moved.to(tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
 def _gather(tensor: Tensor, group) -> list[Tensor]:

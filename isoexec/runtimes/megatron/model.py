@@ -13,8 +13,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from isoexec.contract import ContractError
 from isoexec.contract.manifest import Manifest
+from isoexec.ops._core.digest import PendingDigests
 from isoexec.runtimes.megatron import checkpoint, native
-from isoexec.runtimes.megatron.exchange import share_tensors
+from isoexec.runtimes.megatron.checkpoint import manifest_of_ranks
+from isoexec.runtimes.megatron.exchange import CPU, share_tensors
 from isoexec.runtimes.megatron.mapping import architecture_of, experts_of, linear_layers, sparse_layers
 
 
@@ -199,16 +201,28 @@ def load(model: GPTModel, hf_config, folder, groups) -> None:
     )
 
 
-def hf_tensors(model: GPTModel, hf_config, groups, read=torch.Tensor.detach) -> dict[str, torch.Tensor]:
-    """Whole HF tensors of the policy, of every stage and rank, copies on the CPU; every rank calls.
+def hf_tensors(model: GPTModel, hf_config, groups, read=torch.Tensor.detach, device=CPU) -> dict[str, torch.Tensor]:
+    """Whole HF tensors of the policy, of every stage and rank; every rank calls.
 
     Args:
         read: what to take of a parameter: its value, or for example its gradient.
+        device: where they are wanted: on the CPU as copies, or where the model is, read before it changes.
     """
     stage = checkpoint.hf_tensors(
-        model, hf_config, layer_offset=layer_offset(model, groups), group=groups.tp, expert_group=groups.ep, read=read
+        model, hf_config, layer_offset=layer_offset(model, groups), group=groups.tp, expert_group=groups.ep, read=read, device=device
     )
-    return share_tensors(stage, groups.pp)
+    return share_tensors(stage, groups.pp, device)
+
+
+def begin_weight_digests(model: GPTModel, hf_config, groups) -> PendingDigests:
+    """The device's part of :func:`weight_manifest`, launched; every rank calls, and makes a manifest of it by ``manifest_of_ranks``.
+
+    Raises:
+        ContractError: a parameter or buffer has no HF name.
+    """
+    return checkpoint.begin_hf_digests(
+        model, hf_config, layer_offset=layer_offset(model, groups), group=groups.tp, expert_group=groups.ep
+    )
 
 
 def weight_manifest(model: GPTModel, hf_config, groups) -> Manifest:
@@ -217,10 +231,7 @@ def weight_manifest(model: GPTModel, hf_config, groups) -> Manifest:
     Raises:
         ContractError: a parameter or buffer has no HF name, or ranks that hold the same tensor have other bits in it.
     """
-    digests = checkpoint.hf_digests(
-        model, hf_config, layer_offset=layer_offset(model, groups), group=groups.tp, expert_group=groups.ep
-    )
-    return checkpoint.manifest_of_ranks(digests)
+    return manifest_of_ranks(begin_weight_digests(model, hf_config, groups))
 
 
 def layer_offset(model: GPTModel, groups) -> int:

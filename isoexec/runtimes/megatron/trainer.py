@@ -23,6 +23,7 @@ from isoexec.contract import ContractError, Identity, active_contract
 from isoexec.contract.manifest import Manifest
 from isoexec.ops._core import registry
 from isoexec.ops._core.bits import row_digests
+from isoexec.ops._core.digest import PendingDigests
 from isoexec.runtimes.handshake import process_identity
 from isoexec.runtimes.megatron import packing
 from isoexec.runtimes.megatron import model as models
@@ -167,6 +168,14 @@ class PolicyTrainer:
     def weight_manifest(self) -> Manifest:
         """Digest of every logical tensor; see :func:`isoexec.runtimes.megatron.model.weight_manifest`."""
         return models.weight_manifest(self.gpt, self.hf_config, self._groups.collection)
+
+    def begin_weight_digests(self) -> PendingDigests:
+        """The device's part of :meth:`weight_manifest`; see :func:`isoexec.runtimes.megatron.model.begin_weight_digests`."""
+        return models.begin_weight_digests(self.gpt, self.hf_config, self._groups.collection)
+
+    def hf_tensors(self) -> dict[str, torch.Tensor]:
+        """Whole HF tensors of the policy where it is; on a GPU views, to be read before the next step. Every rank calls."""
+        return models.hf_tensors(self.gpt, self.hf_config, self._groups.collection, device=self.device)
 
     def identity(self) -> Identity:
         """What this process runs, as evidence, for the handshake.

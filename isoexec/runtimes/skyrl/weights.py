@@ -1,12 +1,15 @@
 """The way of the weights from policy to engines: a handshake, the transfer, a flushed prefix cache, the comparison of what arrived.
 
-On the CPU a safetensors file in shared memory passes them; with GPUs SkyRL's IPC and NCCL senders do, fed by isoexec's mapping.
+On the CPU, and of models that keep some parameters in fp32, a safetensors file in shared memory passes them; else with GPUs SkyRL's IPC and
+NCCL senders do, fed by isoexec's mapping.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,15 +19,18 @@ from loguru import logger
 from skyrl.backends.skyrl_train.weight_sync import WeightChunk, WeightExtractor
 
 from isoexec.runtimes.handshake import check_process_served, check_weights, handshake, process_identity
+from isoexec.runtimes.megatron.checkpoint import manifest_of_ranks
 from isoexec.runtimes.megatron.exchange import gather_texts
 from isoexec.runtimes.megatron.hf_files import HFFiles
+from isoexec.runtimes.megatron.mapping import entries
 from isoexec.runtimes.skyrl.config import SYNC_VARIABLE, uses_gpus
 from isoexec.runtimes.skyrl.tensors import write_tensors
 
 
 def make_sync(worker) -> Sync:
-    """The transfer that this machine has."""
-    return UpstreamSync(worker) if uses_gpus() else SharedMemorySync(worker)
+    """The transfer that this machine has, and that the model's dtypes allow: SkyRL's buffers hold one."""
+    one_dtype = not any(entry.fp32 for entry in entries(worker.hf_config))
+    return UpstreamSync(worker) if uses_gpus() and one_dtype else SharedMemorySync(worker)
 
 
 class Sync:
@@ -47,11 +53,16 @@ class Sync:
     async def run(self, client, engine_config) -> None:
         """Handshake, transfer, flush, comparison."""
         try:
+            began = time.perf_counter()
             await self._shake_hands(client)
+            shaken = time.perf_counter()
             await self._transfer(client, engine_config)
-            if dist.get_rank() == 0:  # what the caches hold was computed by the old weights
-                await client.reset_prefix_cache(reset_running_requests=True)
-            await self._compare(client)
+            sent = time.perf_counter()
+            found = await self._flush_and_compare(client)
+            done = time.perf_counter()
+            if found:
+                took = f"handshake {shaken - began:.3f} s, transfer {sent - shaken:.3f} s, flush and comparison {done - sent:.3f} s"
+                logger.info(f"{found}; {took}")
             self._syncs += 1
             dist.barrier()
         finally:
@@ -77,20 +88,33 @@ class Sync:
         if self._syncs:  # before the first sync no engine has sampled
             await client.call("isoexec_check_served")
 
-    async def _compare(self, client) -> None:
-        """Refuse to go on where an engine does not hold the policy's weights, in the contract's dtypes.
+    async def _flush_and_compare(self, client) -> str:
+        """Forget what the old weights computed, and refuse to go on where an engine does not hold the policy's weights, in the contract's
+        dtypes. Both sides digest at once, and while the caches are flushed.
+
+        Returns:
+            What was found, on the rank that speaks with the engines; elsewhere, and without a contract, nothing.
 
         Raises:
             ContractError: names the first tensor that differs, both values and what to do.
         """
-        if self.worker.contract is None:
-            return
-        ours = self.worker.weight_manifest()
-        if dist.get_rank() != 0:
-            return
-        engines = {f"engine {n}": found["weights"] for n, found in enumerate(await client.call("isoexec_weights"))}
-        version = check_weights(self.worker.contract, {"trainer": ours} | engines)
-        logger.info(f"weights {version[:12]}: {len(ours.tensors)} tensors equal in the policy and {len(engines)} engines")
+        contract, speaks = self.worker.contract, dist.get_rank() == 0
+        pending = None if contract is None else self.worker.begin_weight_digests()
+        calls = [client.reset_prefix_cache(reset_running_requests=True)] if speaks else []
+        if speaks and contract is not None:
+            calls.append(client.call("isoexec_weights"))
+        answers = await asyncio.gather(*calls, return_exceptions=True)  # neither call outlives this one
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        if contract is None:
+            return ""
+        ours = manifest_of_ranks(pending)
+        if not speaks:
+            return ""
+        engines = {f"engine {n}": found["weights"] for n, found in enumerate(answers[1])}
+        version = check_weights(contract, {"trainer": ours} | engines)
+        return f"weights {version[:12]}: {len(ours.tensors)} tensors equal in the policy and {len(engines)} engines"
 
     async def _transfer(self, client, engine_config) -> None:
         raise NotImplementedError
@@ -126,6 +150,7 @@ class MappedExtractor(WeightExtractor):
 
     def __init__(self, worker):
         self._worker = worker
+        self._metadata: dict[str, list] | None = None
 
     def extract_weights(self, dtype: torch.dtype) -> Iterator[WeightChunk]:
         """Chunks of one dtype each.
@@ -134,7 +159,7 @@ class MappedExtractor(WeightExtractor):
             TypeError: a parameter is not of ``dtype``; SkyRL's buffers hold one, and a cast would change what the engine computes.
         """
         device = torch.device("cuda", torch.cuda.current_device())
-        tensors = self._worker.hf_tensors()
+        tensors = self._worker.hf_tensors(device)
         other = sorted(name for name, tensor in tensors.items() if tensor.dtype != dtype)
         if other:
             raise TypeError(
@@ -146,14 +171,16 @@ class MappedExtractor(WeightExtractor):
             names=names,
             dtypes=[str(dtype)] * len(names),
             shapes=[list(tensors[name].shape) for name in names],
-            tensors=[tensors[name].to(device) for name in names],
+            tensors=list(tensors.values()),
         )
 
     def get_weight_metadata(self, dtype: torch.dtype) -> dict[str, list]:
-        """Names, dtypes and shapes, in the order of :meth:`extract_weights`."""
-        tensors = self._worker.hf_tensors()
-        return {
-            "names": list(tensors),
-            "dtype_names": [str(dtype).removeprefix("torch.")] * len(tensors),
-            "shapes": [list(tensor.shape) for tensor in tensors.values()],
-        }
+        """Names, dtypes and shapes, in the order of :meth:`extract_weights`; of a policy they stay what they are."""
+        if self._metadata is None:
+            tensors = self._worker.hf_tensors(torch.device("cuda", torch.cuda.current_device()))
+            self._metadata = {
+                "names": list(tensors),
+                "dtype_names": [str(dtype).removeprefix("torch.")] * len(tensors),
+                "shapes": [list(tensor.shape) for tensor in tensors.values()],
+            }
+        return self._metadata

@@ -20,8 +20,9 @@ from skyrl.utils.tok import get_tokenizer
 from transformers import AutoConfig
 
 from isoexec.contract import ContractError, active_contract
-from isoexec.contract.manifest import Manifest
+from isoexec.ops._core.digest import PendingDigests
 from isoexec.runtimes.megatron import model as models
+from isoexec.runtimes.megatron.exchange import CPU
 from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
 from isoexec.runtimes.skyrl import checkpoint, weights
 from isoexec.runtimes.skyrl.config import uses_gpus
@@ -171,18 +172,18 @@ class PolicyWorker(MegatronPolicyWorkerBase):
         """SkyRL's transfer by IPC or NCCL, for GPUs."""
         await super().broadcast_to_inference_engines(client, engine_config)
 
-    def weight_manifest(self) -> Manifest:
-        """Digest of every logical tensor, the same whatever the layout; every rank calls, every rank gets it."""
-        return models.weight_manifest(self.gpt, self.hf_config, self._groups)
+    def begin_weight_digests(self) -> PendingDigests:
+        """Launch the digests of the weights; every rank calls, and makes the manifest of them by ``manifest_of_ranks``."""
+        return models.begin_weight_digests(self.gpt, self.hf_config, self._groups)
 
     @property
     def whole(self) -> bool:
         """Whether this rank runs every layer, as no pipeline stage does."""
         return self._groups.pp.size() == 1
 
-    def hf_tensors(self) -> dict[str, torch.Tensor]:
-        """Every parameter under its HF name, whole and on the CPU; every rank calls, every rank gets them."""
-        return models.hf_tensors(self.gpt, self.hf_config, self._groups)
+    def hf_tensors(self, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+        """Every parameter under its HF name, whole; every rank calls, every rank gets them. On a GPU, for the time until they change."""
+        return models.hf_tensors(self.gpt, self.hf_config, self._groups, device=device)
 
     # --- disk -------------------------------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ def callbacks(layer, contract: ExecutionContract):
 
 
 def _rows(n, *tensors):
-    return (x[:n].contiguous() for x in tensors)
+    return (x[:n] for x in tensors)
 
 
 def _filled(y, like):
