@@ -303,6 +303,20 @@ def test_constants_of_ops_that_share_a_stage():
     assert [entry["values"] for entry in constants] == [{"scale": "0.25", "kv_block": "16"}]
 
 
+def test_a_constant_that_is_not_given_is_its_default():
+    """One runtime may leave it out where another gives it."""
+    from isoexec.ops import rope
+
+    x, angles = torch.randn(3, 2, 8), torch.randn(3, 4)
+    for given in ({}, {"interleaved": False}, {"interleaved": True}):
+        recorder = Recorder()
+        with registry.observing(recorder), registry.executing("trainer_score"), registry.in_layer(0):
+            recorder.begin(*rows_of((3,)))
+            rope.apply_rope(x, angles, angles, **given)
+        [found] = recorder.finish()["constants"]
+        assert found["values"] == {"interleaved": str(given.get("interleaved", False))}
+
+
 def test_a_parameter_of_one_dimension_and_one_that_is_not_given():
     from isoexec.ops import moe
 

@@ -16,7 +16,8 @@ import functools
 import importlib
 import inspect
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -44,12 +45,14 @@ class OpDeclaration:
         implementations: device type to ``"module:function"``.
         hazards: numeric traps that the op's tests cover, one sentence each.
         parameters: names of the op's arguments, in order.
+        defaults: values of those that need not be given.
     """
 
     name: str
     implementations: dict[str, str]
     hazards: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def resolve(self, device: str):
         """Import and return the implementation for ``device`` (``"cpu"``, ``"cuda"``).
@@ -86,7 +89,9 @@ def op(name: str, *, hazards: tuple[str, ...] = (), **implementations: str):
     def decorate(signature):
         package = signature.__module__
         targets = {d: package + t if t.startswith(".") else t for d, t in implementations.items()}
-        declaration = OpDeclaration(name, targets, hazards, tuple(inspect.signature(signature).parameters))
+        parameters = inspect.signature(signature).parameters
+        defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
+        declaration = OpDeclaration(name, targets, hazards, tuple(parameters), defaults)
         if name in _declared:
             raise ValueError(f"op {name} is declared twice")
         _declared[name] = declaration

@@ -190,6 +190,8 @@ class Recorder:
             return None  # moves what one rank alone does not move, and one runtime does not ask for it
         a = dict(zip(declaration.parameters, args))
         a.update(kwargs)
+        for constant in (name for read in reads for name in read.constants if name not in a and name in declaration.defaults):
+            a[constant] = declaration.defaults[constant]
         return name, a, opens, [self._inputs(read, a) for read in reads], self._pieces(reads[-1], a, before=True)
 
     def after(self, seen, result) -> None:
