@@ -8,7 +8,6 @@ Flood, 2014).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -25,6 +24,7 @@ _HELD = 1 << 30
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))  # the multipliers as signed 64-bit integers
 _LAST_SHIFT = 31
+_names: dict[torch.dtype, str] = {}
 _SALT = -0x61C8864680B583EB
 
 
@@ -45,11 +45,9 @@ def tensor_digest(part: torch.Tensor, shape=None, offsets=None) -> TensorDigest:
         raise ContractError(
             f"weights: a part {list(part.shape)} at {list(offsets)} does not lie within a tensor {list(shape)}; check the layout"
         )
-    digest, strides = _without_total(part, shape), _strides(shape)
-    if not part.numel():
-        return digest
-    total = _total(part.detach(), strides, sum(o * s for o, s in zip(offsets, strides)))
-    return dataclasses.replace(digest, total=int(total) % (1 << 64))
+    dtype, strides = _dtype_of(part, math.prod(shape)), _strides(shape)
+    total = int(_total(part.detach(), strides, sum(o * s for o, s in zip(offsets, strides)))) if part.numel() else 0
+    return TensorDigest(shape, dtype, total % (1 << 64), part.numel())
 
 
 def tensors_digest(tensors) -> dict[str, TensorDigest]:
@@ -60,8 +58,8 @@ def tensors_digest(tensors) -> dict[str, TensorDigest]:
 class PendingDigests(NamedTuple):
     """Digests that a device may still be computing."""
 
-    named: list[tuple[str, TensorDigest, torch.device | None]]
-    """Name, digest without its total, and where that is computed; None: there are no elements."""
+    named: list[tuple[str, tuple[int, ...], str, int, torch.device | None]]
+    """Name, shape, dtype and elements of each tensor, and where its total is computed; None: it has no elements."""
     totals: dict[torch.device, list[torch.Tensor]]
     """[n] int64 each: the totals of a device in the order of the names."""
 
@@ -69,8 +67,8 @@ class PendingDigests(NamedTuple):
         """Digests in the order of the tensors, which may repeat a name; waits for each device once."""
         numbers = {device: iter(torch.cat(found).tolist()) for device, found in self.totals.items()}
         return [
-            (name, digest if device is None else dataclasses.replace(digest, total=next(numbers[device]) % (1 << 64)))
-            for name, digest, device in self.named
+            (name, TensorDigest(shape, dtype, 0 if device is None else next(numbers[device]) % (1 << 64), elements))
+            for name, shape, dtype, elements, device in self.named
         ]
 
 
@@ -83,24 +81,25 @@ def begin_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> PendingDigests
     named, totals = [], {}
     held, bytes_ = [], 0  # tensors of a GPU that one launch will digest
     for name, tensor in tensors:
-        digest = _without_total(tensor, tensor.shape)
-        device = tensor.device if digest.elements else None
-        named.append((name, digest, device))
+        shape, elements = tuple(tensor.shape), tensor.numel()
+        device = tensor.device if elements else None
+        named.append((name, shape, _dtype_of(tensor, elements), elements, device))
         if device is None:
             continue
-        if not tensor.is_cuda:
-            totals.setdefault(device, []).append(_total(tensor.detach(), _strides(digest.shape), 0).view(1))
+        if device.type != "cuda":
+            totals.setdefault(device, []).append(_total(tensor.detach(), _strides(shape), 0).view(1))
             continue
         if held and (held[0].device != device or bytes_ > _HELD):
             totals.setdefault(held[0].device, []).append(_whole_totals(held))
             held, bytes_ = [], 0
-        held.append(tensor.detach().contiguous())
-        bytes_ += tensor.numel() * tensor.element_size()
+        held.append(tensor.contiguous())
+        bytes_ += elements * tensor.element_size()
     if held:
         totals.setdefault(held[0].device, []).append(_whole_totals(held))
     return PendingDigests(named, totals)
 
 
+@torch.no_grad()
 def _whole_totals(tensors: list[torch.Tensor]) -> torch.Tensor:
     from isoexec.ops._core.triton_digest import whole_sums
 
@@ -108,18 +107,21 @@ def _whole_totals(tensors: list[torch.Tensor]) -> torch.Tensor:
         return whole_sums(tensors)
 
 
-def _without_total(part: torch.Tensor, shape) -> TensorDigest:
-    """Digest of a part of a tensor of ``shape``, its total 0."""
-    dtype = str(part.dtype).removeprefix("torch.")
-    if part.is_complex():
+def _dtype_of(part: torch.Tensor, elements: int) -> str:
+    """Name of the dtype of a part of a tensor that has ``elements``.
+
+    Raises:
+        ContractError: elements of that dtype, or so many, have no place in the digest's words.
+    """
+    dtype = _names.get(part.dtype) or _names.setdefault(part.dtype, str(part.dtype).removeprefix("torch."))
+    size = part.element_size()
+    if part.dtype.is_complex:
         raise ContractError(f"weights: expected real numbers, found {dtype}")
-    digest = TensorDigest(tuple(shape), dtype, 0, part.numel())
-    width = 8 * min(part.element_size(), 4)
-    if digest.size * (part.element_size() // (width // 8)) > 1 << (64 - width):
+    if elements * (2 if size == 8 else 1) > 1 << (64 - 8 * min(size, 4)):
         raise ContractError(
-            f"weights: a tensor {dtype}{list(shape)} has too many elements for this digest; digest it in parts of a leading dimension"
+            f"weights: a tensor of {elements} {dtype} has too many elements for this digest; digest it in parts of a leading dimension"
         )
-    return digest
+    return dtype
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
