@@ -26,8 +26,9 @@ from isoexec.contract import (
 from isoexec.contract.architectures import REGIONS
 from isoexec.contract.canonical import LARGEST_TEXT, parse_json
 from isoexec.contract.identity import PARTS, advice
-from isoexec.contract.types import BACKENDS, GDN_CHUNKS, GDN_FORMS
-from isoexec.verify.arguments import check_model, positive
+from isoexec.contract.types import BACKENDS, GDN_CHUNKS, GDN_FORMS, Claims
+from isoexec.verify.arguments import check_limits, check_model, check_numerics, dtype_note, positive
+from isoexec.verify.folder import check_free
 from isoexec.verify.trace.command import add_verbs as add_trace_verbs
 
 
@@ -121,6 +122,10 @@ def _add_contract(contract) -> None:
     build.add_argument("--device", metavar="ARCH", help="device architecture, e.g. sm_90 (default: this machine's)")
     _add_numerics(build)
     build.add_argument(
+        "--claim", action="append", default=[], metavar="NAME=N",
+        help="a parallel degree that the contract covers, e.g. trainer_tp=2 (default: 1 each; may be given several times)",
+    )  # fmt: skip
+    build.add_argument(
         "--no-composition", action="store_true", help="pin no implementation; the processes are compared with each other only"
     )
     show = contract.add_parser("show", help="validate a contract and print it with its digests")
@@ -156,9 +161,20 @@ def _numerics(options) -> dict:
     return {name: value for name in ("gdn_form", "gdn_chunk") if (value := getattr(options, name)) is not None}
 
 
+def _checked_model(folder: str | None) -> dict | None:
+    """Config of the model that the command line names, if it names one."""
+    if folder is None:
+        return None
+    config = check_model(folder)
+    if note := dtype_note(config):
+        print(f"isoexec: note: {note}", file=sys.stderr)
+    return config
+
+
 def _verify(options) -> int:
-    if options.model is not None:
-        check_model(options.model)
+    check_limits(options.prompts, options.tokens)
+    check_numerics(_numerics(options), _checked_model(options.model))
+    check_free(Path(options.out))
     from isoexec.verify.run import make_options, verify
 
     return verify(
@@ -177,8 +193,7 @@ def _verify(options) -> int:
 
 
 def _audit(options) -> int:
-    if options.model is not None:
-        check_model(options.model)
+    _checked_model(options.model)
     from isoexec.verify.audit.run import audit
 
     return audit(options.model, options.json, options.timeout)
@@ -220,7 +235,9 @@ def _train(options) -> int:
 def _contract_build(options) -> int:
     if options.output.is_dir() or not options.output.parent.is_dir():
         raise ContractError(f"-o {options.output}: expected a file in a folder that exists")
+    check_numerics(_numerics(options), read_config(options.model))
     contract = contract_for_model(options.model, options.backend, **_numerics(options))
+    contract = dataclasses.replace(contract, claims=_claims(options.claim))
     if not options.no_composition:
         from isoexec.runtimes import compose
 
@@ -236,6 +253,23 @@ def _contract_build(options) -> int:
     else:
         print(f"{options.output}: {contract.architecture}, {contract.backend}, sha256 {contract.digest}")
     return 0
+
+
+def _claims(words: list[str]) -> Claims:
+    """Claims of ``NAME=N`` words; what is not named is 1, or off.
+
+    Raises:
+        ContractError: no claim of that name, or no value of it.
+    """
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(Claims)}
+    found = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        values = {"true": True, "false": False} if kinds.get(name) is bool else {value: int(value)} if value.isdecimal() and len(value) < 8 else {}
+        if name not in kinds or value not in values:
+            raise ContractError(f"--claim {word}: expected NAME=N with one of {', '.join(kinds)} (..._sp=true)")
+        found[name] = values[value]
+    return Claims(**found)
 
 
 def _report_missing(options, entries, missing: dict[str, list[str]]) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import importlib.metadata
 import math
 import shutil
@@ -17,9 +15,10 @@ from pathlib import Path
 
 from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, Numerics, contract_for_model
 from isoexec.verify.accuracy import Accuracy, measure
-from isoexec.verify.arguments import check_model, text_config
+from isoexec.verify.arguments import check_limits, check_model, text_config
 from isoexec.verify.arm import FIRST_WEIGHTS, ArmRun, ModelUnderTest
 from isoexec.verify.compare import Comparison
+from isoexec.verify.folder import alone
 from isoexec.verify.plant import plant_ulp
 from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import Worker, WorkerError, WorkerGroup, WorkerRefused
@@ -79,9 +78,7 @@ def make_options(
     folder = Path(model).resolve() if model else None
     if folder:
         check_model(folder)
-    for name, value, least in (("prompts", prompts, 16), ("tokens", tokens, 8)):
-        if value is not None and value < least:
-            raise ContractError(f"--{name} {value}: expected at least {least}, else settings do not exercise what they claim")
+    check_limits(prompts, tokens)
     Numerics(**(numerics or {}))
     check_backend()
     plans = plan.limited(prompts, tokens), later_plan.limited(prompts, tokens)
@@ -111,17 +108,6 @@ def check_backend() -> None:
         )
 
 
-@contextlib.contextmanager
-def _alone(out: Path):
-    """Hold ``out`` against a second run, which would overwrite this one's results and logs."""
-    with open(out / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ContractError(f"another run writes to {str(out)!r}; wait for it, or name another folder with --out") from None
-        yield
-
-
 def verify(options: Options) -> int:
     """Run everything; returns the exit status.
 
@@ -129,8 +115,8 @@ def verify(options: Options) -> int:
     since the processes do not agree on what they run; 3: inconclusive.
     """
     logs = options.out / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    with _alone(options.out):
+    with alone(options.out):
+        logs.mkdir(exist_ok=True)
         older = [options.out / "verify.json", options.out / "verify.png", *options.out.glob("trace-*.zip")]
         for file in older:  # a run that ends early leaves no older result behind
             file.unlink(missing_ok=True)

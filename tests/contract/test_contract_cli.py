@@ -38,6 +38,9 @@ def edited(file, old, new):
 
 def test_the_form_of_gated_deltanet_is_chosen(contract, tmp_path, capsys):
     build = ["contract", "build", "--model", str(contract[1]), "--backend", "cpu", "-o", str(tmp_path / "cpr.json"), "--no-composition"]
+    assert main([*build, "--gdn-form", "cpr", "--gdn-chunk", "64"]) == 2
+    assert "--gdn-form, --gdn-chunk: Qwen3ForCausalLM has no Gated DeltaNet layers; leave it out" in capsys.readouterr().err
+    (contract[1] / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["Qwen3_5ForCausalLM"]}))
     assert main([*build, "--gdn-form", "cpr", "--gdn-chunk", "64"]) == 0
     numerics = json.loads((tmp_path / "cpr.json").read_text())["numerics"]
     assert (numerics["gdn_form"], numerics["gdn_chunk"]) == ("cpr", 64)
@@ -47,6 +50,19 @@ def test_the_form_of_gated_deltanet_is_chosen(contract, tmp_path, capsys):
     assert "numerics.gdn_chunk: expected one of (16, 32, 64), found 24" in capsys.readouterr().err
     assert main(["verify", "--gdn-chunk", "24", "--out", str(tmp_path / "out")]) == 2
     assert "numerics.gdn_chunk: expected one of (16, 32, 64), found 24" in capsys.readouterr().err
+
+
+def test_claims_are_chosen(contract, tmp_path, capsys):
+    file = tmp_path / "claims.json"
+    build = ["contract", "build", "--model", str(contract[1]), "--backend", "cpu", "-o", str(file), "--no-composition"]
+    assert main([*build, "--claim", "trainer_tp=2", "--claim", "trainer_sp=true"]) == 0
+    claims = json.loads(file.read_text())["claims"]
+    assert claims == json.loads(contract[0].read_text())["claims"] | {"trainer_tp": 2, "trainer_sp": True}
+    capsys.readouterr()
+    for word in ("trainer_tp", "tp=2", "trainer_tp=two", "trainer_sp=1", "engine_pp=true", "trainer_tp=0", "trainer_tp=3"):
+        assert main([*build, "--claim", word]) == 2
+        error = capsys.readouterr().err
+        assert word.partition("=")[0] in error and len(error.splitlines()) == 1
 
 
 def test_show(contract, capsys):

@@ -99,14 +99,6 @@ def test_a_config_without_end_is_bad_input(tmp_path, capsys):
     assert "config.json cannot be read" in capsys.readouterr().err
 
 
-def test_a_folder_in_use_is_refused(tmp_path, capsys):
-    """Two runs would overwrite each other's results."""
-    with open(tmp_path / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert main(["verify", "--out", str(tmp_path)]) == 2
-    assert "another run writes to" in capsys.readouterr().err
-
-
 def test_a_build_for_gpus_is_refused_without_one(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("isoexec.verify.run.importlib.metadata.version", lambda name: "0.23.0+precompiled")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -115,9 +107,39 @@ def test_a_build_for_gpus_is_refused_without_one(tmp_path, monkeypatch, capsys):
         assert "holds vLLM 0.23.0+precompiled, which computes on a GPU, and none is visible" in capsys.readouterr().err
 
 
-def test_too_few_prompts(tmp_path, capsys):
-    assert main(["verify", "--prompts", "3", "--out", str(tmp_path / "out")]) == 2
-    assert "--prompts 3: expected at least 16" in capsys.readouterr().err
+BEFORE_TORCH = "import sys; from isoexec.cli import main; status = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(status)"
+
+
+def told_before_torch(*words):
+    """The one line that a command says in a process that has not imported torch when it ends."""
+    found = subprocess.run([sys.executable, "-c", BEFORE_TORCH, *words], capture_output=True, text=True)
+    assert found.returncode == 2 and found.stderr.count("\n") == 1, found.stderr
+    return found.stderr
+
+
+def test_bad_input_is_told_before_anything_is_imported(tmp_path):
+    out, file = str(tmp_path / "out"), tmp_path / "file"
+    file.write_text("")
+    assert "--prompts 4: expected at least 16" in told_before_torch("verify", "--prompts", "4", "--out", out)
+    assert "--tokens 3: expected at least 8" in told_before_torch("verify", "--tokens", "3", "--out", out)
+    assert "gdn_chunk: expected one of (16, 32, 64), found 24" in told_before_torch("verify", "--gdn-chunk", "24", "--out", out)
+    model = write(tmp_path / "m", weights=False)
+    (tmp_path / "m" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert "Qwen3ForCausalLM has no Gated DeltaNet" in told_before_torch("verify", "--gdn-form", "cpr", "--model", model, "--out", out)
+    for verb in (["verify"], ["trace", "run"]):
+        assert f"--out {str(file)!r}: File exists; name a folder" in told_before_torch(*verb, "--out", str(file))
+        with open(tmp_path / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert "another run writes to" in told_before_torch(*verb, "--out", str(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dtype_that_is_not_read_is_told(tmp_path, capsys):
+    for name in ("dtype", "torch_dtype"):
+        folder = write(tmp_path / name, weights=False, **{name: "float16"})
+        (tmp_path / name / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        assert main(["verify", "--model", folder, "--out", folder + "/config.json"]) == 2
+        assert f"note: config.json: {name}: 'float16' is not read: both runtimes compute in bfloat16" in capsys.readouterr().err
 
 
 def test_a_run_that_ends_early_reports_the_models_it_has_finished(tmp_path, monkeypatch, capsys):
@@ -147,10 +169,8 @@ def test_a_number_that_cannot_be(words, value, capsys):
 @pytest.mark.parametrize("words", [["verify"], ["audit"], ["trace", "run"]])
 def test_a_checkpoint_is_judged_before_anything_is_imported(words, tmp_path):
     folder = write(tmp_path / "model", quantization_config={"quant_method": "fp8"})
-    program = "import sys; from isoexec.cli import main; status = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(status)"
-    found = subprocess.run([sys.executable, "-c", program, *words, "--model", folder], capture_output=True, text=True)
-    assert found.returncode == 2 and found.stderr.count("\n") == 1
-    assert found.stderr.startswith(f"isoexec: model {folder!r}: config.json: quantization_config: expected None, found ")
+    said = told_before_torch(*words, "--model", folder)
+    assert said.startswith(f"isoexec: model {folder!r}: config.json: quantization_config: expected None, found ")
 
 
 @pytest.mark.parametrize("native, plant, arms", [(True, False, ARMS), (False, False, ("isoexec",)), (True, True, ("isoexec",))])

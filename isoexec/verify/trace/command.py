@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from isoexec.contract import ContractError
-from isoexec.verify.arguments import check_model, positive
+from isoexec.verify.arguments import check_model, dtype_note, positive
+from isoexec.verify.folder import alone
 from isoexec.verify.trace.page import page
 from isoexec.verify.trace.report import Report, as_json, lines, open_report
 
@@ -80,12 +81,16 @@ def _compare(options) -> int:
 
 def _run(options) -> int:
     _check_outputs(options.html, options.bundle)
+    for name, value in (("prompts", options.prompts), ("tokens", options.tokens)):
+        if value < 1:
+            raise ContractError(f"--{name} {value}: expected at least 1")
     for model in (options.model, options.trainer_model):
-        if model is not None:
-            check_model(model)
-    from isoexec.verify.trace.session import run
+        if model is not None and (note := dtype_note(check_model(model))):
+            print(f"isoexec: note: {note}", file=sys.stderr)
+    with alone(Path(options.out)):
+        from isoexec.verify.trace.session import run
 
-    found, file, notes = run(options)
+        found, file, notes = run(options)
     if found is None:
         return 3
     status = _show(found, options)

@@ -30,11 +30,8 @@ def run(options) -> tuple[Report | None, Path, list[str]]:
     """Trace as the command line says; the report (None: a process died), the bundle's file, and what else is to be said.
 
     Raises:
-        ContractError: a model that cannot be traced, or numbers that make no batch.
+        ContractError: a model that cannot be traced.
     """
-    for name, value in (("prompts", options.prompts), ("tokens", options.tokens)):
-        if value < 1:
-            raise ContractError(f"--{name} {value}: expected at least 1")
     check_backend()
     out = Path(options.out)
     (out / "logs").mkdir(parents=True, exist_ok=True)
