@@ -10,6 +10,7 @@ that was interrupted has none and is done again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -17,9 +18,10 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 import index
 import install
@@ -31,6 +33,8 @@ from series import Series
 from trees import EXCLUDE, BuildTree, apply_series, initialise
 
 MODULES = {"vllm": "vllm", "megatron": "megatron.core", "skyrl": "skyrl"}
+#: Seconds after which a step that prints nothing says that it goes on.
+QUIET = 15.0
 VERSION_SUFFIX = {"cpu": "+cpu", "cuda": "+precompiled"}
 
 
@@ -44,6 +48,24 @@ def detect_backend() -> str:
 
 def digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def still_running(start: float) -> Iterator[None]:
+    """Say every :data:`QUIET` seconds that a step goes on: some wait for a resolver or a compiler that prints nothing."""
+    ended = threading.Event()
+
+    def say() -> None:
+        while not ended.wait(QUIET):
+            print(f"    still running, {time.monotonic() - start:.0f} s", flush=True)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Build:
@@ -66,7 +88,8 @@ class Build:
         print(f"==> {name}: {why}", flush=True)
         start = time.monotonic()
         stamp.unlink(missing_ok=True)
-        action()
+        with still_running(start):
+            action()
         write_atomically(stamp, key)
         self.done += 1
         print(f"    {time.monotonic() - start:.1f} s", flush=True)

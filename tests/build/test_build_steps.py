@@ -31,6 +31,21 @@ def test_the_backend_is_the_machines(empty_house, tmp_path, says, backend):
     assert empty_house.tool("build", "--backend", other, "--which", env=path) == f"{other}\n"
 
 
+def test_a_long_step_says_that_it_goes_on(monkeypatch, capsys):
+    import build  # of scripts/tooling, which house.py puts on the path
+
+    monkeypatch.setattr(build, "QUIET", 0.05)
+    said, start = "", time.monotonic()
+    with build.still_running(start):
+        while said.count("still running") < 2 and time.monotonic() < start + 60:
+            time.sleep(0.05)
+            said += capsys.readouterr().out
+    assert said.count("still running") >= 2
+    capsys.readouterr()
+    time.sleep(0.2)
+    assert capsys.readouterr().out == "", "it has ended"
+
+
 STEPS = ("vendor.fill", "install.create_environment", "build.initialise", "build.apply_series", "trees._apply", "install.install_editable")
 
 
