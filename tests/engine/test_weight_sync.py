@@ -133,9 +133,14 @@ class TestSync:
             core.step()
         engine.load_weights(first)
 
-    @pytest.mark.parametrize("moved", [False, True], ids=["the same weights", "a sync on waking"])
-    def test_asleep_and_awake(self, engine, first, second, prompts, fresh, contract, moved):
-        """vLLM's own sleep, in the order of a run whose sides share memory. Whose weights woke is compared, not believed."""
+    @pytest.mark.parametrize(
+        ("level", "moved"), [(1, False), (1, True), (2, True)], ids=["the same weights", "a sync on waking", "weights discarded"]
+    )
+    def test_asleep_and_awake(self, engine, first, second, prompts, fresh, contract, level, moved):
+        """vLLM's own sleep, in the order of a run whose sides share memory. Whose weights woke is compared, not believed.
+
+        The CPU's worker keeps its weights at every level; what level 2 leaves on a GPU is memory that holds anything.
+        """
         folder, llm = (second if moved else first), engine._llm
 
         def compared():
@@ -147,9 +152,12 @@ class TestSync:
         engine.load_weights(first)
         alone()
         assert sum(r.num_cached_tokens for r in alone()) > 0, "nothing was cached that a wake-up could hit"
-        llm.sleep(level=1)
+        llm.sleep(level=level)
         assert llm.llm_engine.is_sleeping()
         llm.wake_up(tags=["weights"])
+        if level == 2:
+            for parameter in engine._runner.get_model().parameters():
+                parameter.data.fill_(float("nan"))
         if moved:
             with pytest.raises(ContractError, match=r"^weights\..*: trainer has .*, engine has .*tensors differ"):
                 compared()
