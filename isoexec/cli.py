@@ -265,10 +265,10 @@ def _claims(words: list[str]) -> Claims:
     found = {}
     for word in words:
         name, _, value = word.partition("=")
-        values = {"true": True, "false": False} if kinds.get(name) is bool else {value: int(value)} if value.isdecimal() and len(value) < 8 else {}
-        if name not in kinds or value not in values:
+        switch = kinds.get(name) is bool
+        if name not in kinds or not (value in ("true", "false") if switch else value.isdecimal() and len(value) < 8):
             raise ContractError(f"--claim {word}: expected NAME=N with one of {', '.join(kinds)} (..._sp=true)")
-        found[name] = values[value]
+        found[name] = value == "true" if switch else int(value)
     return Claims(**found)
 
 
