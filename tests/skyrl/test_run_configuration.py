@@ -52,6 +52,9 @@ def test_a_configuration_is_fitted_to_the_machine(config, tmp_path):
         ("trainer.remove_microbatch_padding=false", "remove_microbatch_padding"),
         ("generator.batched=true", "generator.batched"),
         ("generator.chat_template.name_or_path=qwen3_without_thinking", "chat_template.*tokenises responses anew"),
+        ("trainer.policy.optimizer_config.scheduler=cosine", "scheduler: expected 'constant_with_warmup', found 'cosine'"),
+        ("trainer.policy.optimizer_config.lr=-1e-6", "optimizer_config.lr: expected at least 0"),
+        ("trainer.policy.optimizer_config.num_warmup_steps=6", "num_warmup_steps: expected 0 to 5, since the run's 3 steps make 6 updates"),
         ("trainer.fully_async.enabled=true", "trainer.fully_async.enabled: expected False, found True"),
     ],
 )

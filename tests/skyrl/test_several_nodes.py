@@ -24,7 +24,8 @@ SMALL = (
     "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=4", "trainer.algorithm.overlong_buffer_len=2",
     "trainer.eval_before_train=false", "trainer.eval_interval=-1", "trainer.micro_train_batch_size_per_gpu=4",
     "trainer.micro_forward_batch_size_per_gpu=4", "trainer.ckpt_interval=1", "trainer.resume_mode=latest", "trainer.max_ckpts_to_keep=-1",
-    "recipe.task.train=64", "recipe.task.held_out=16", "generator.inference_engine.max_num_seqs=16",
+    "trainer.policy.optimizer_config.num_warmup_steps=0", "recipe.task.train=64",
+    "recipe.task.held_out=16", "generator.inference_engine.max_num_seqs=16",
 )  # fmt: skip
 
 

@@ -87,6 +87,7 @@ def resolve(config: TrainConfig | DictConfig | dict) -> TrainConfig:
         _fit(typed)
         _check(typed)
         validate_cfg(typed)
+        _check_schedule(typed.trainer)
     except ConfigError:
         raise
     except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError) as error:  # SkyRL checks some types by using them
@@ -239,6 +240,21 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError(f"isoexec.contract: no file {own.contract!r}; `isoexec contract build` writes one, None builds it from the model")
     if own.arm == "isoexec":
         _check_contract_arm(config)
+
+
+def _check_schedule(trainer: TrainerConfig) -> None:
+    """What Megatron asserts of an optimizer and its schedule, without a word and in a policy worker."""
+    optimizer, where = trainer.policy.optimizer_config, "trainer.policy.optimizer_config."
+    _one_of(f"{where}scheduler", optimizer.scheduler, ("constant_with_warmup",))
+    for name in ("lr", "weight_decay"):
+        if getattr(optimizer, name) < 0:
+            raise ConfigError(f"{where}{name}: expected at least 0, found {getattr(optimizer, name)}")
+    updates = trainer.max_training_steps * trainer.update_epochs_per_batch * (trainer.train_batch_size // trainer.policy_mini_batch_size)
+    if not 0 <= optimizer.num_warmup_steps < updates:
+        raise ConfigError(
+            f"{where}num_warmup_steps: expected 0 to {updates - 1}, since the run's {trainer.max_training_steps} steps make {updates} "
+            f"updates, found {optimizer.num_warmup_steps}; lower it, or raise trainer.max_training_steps"
+        )
 
 
 #: What a contract asks of the sampler, see ``isoexec.runtimes.vllm.settings.REQUEST``.
