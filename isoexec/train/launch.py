@@ -22,6 +22,16 @@ DEFAULT = "tiny"
 STOPPED = 4
 
 
+def _quieten() -> None:
+    """Tell libraries, before they are imported, to show warnings alone: what a run does from moment to moment is in its logs.
+
+    ``LOG_LEVEL``, a variable of SkyRL's, shows it here too, and SkyRL's bars, of which one counts sampled batches against steps.
+    """
+    if "LOG_LEVEL" not in os.environ:
+        quiet = {"LOG_LEVEL": "WARNING", "LOGURU_LEVEL": "WARNING", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+        os.environ.update(quiet)
+
+
 def show(recipe: str, overrides: list[str]) -> None:
     """Print what a run would be given."""
     from isoexec.train.compose import as_yaml, compose
@@ -38,6 +48,7 @@ def train(recipe: str, overrides: list[str]) -> int:
     Raises:
         ContractError: bad input; nothing was started.
     """
+    _quieten()
     from isoexec.train.compose import compose
 
     composed = compose(recipe, overrides)
@@ -45,12 +56,23 @@ def train(recipe: str, overrides: list[str]) -> int:
 
     out = Path(composed.isoexec.out)
     with _alone(out):
-        config = prepare(composed).config
+        ready = prepare(composed)
+        config = ready.config
         os.environ["TENSORBOARD_DIR"] = str((out / "tensorboard").resolve())
         fresh = config.trainer.resume_mode in (None, "none")
+        print(_beginning(ready), file=sys.stderr, flush=True)
         with Watch(out / "steps.jsonl", config.trainer.max_training_steps, fresh=fresh):
             status = _run(config)
         return status or _report(out, config.isoexec.arm)
+
+
+def _beginning(ready) -> str:
+    """What is told before the first step, since that is a minute and more away where cores are few."""
+    config, prompts = ready.config, sum(lengths.prompts for lengths in ready.lengths.values())
+    return (
+        f"isoexec: recipe {ready.recipe.name}, {config.isoexec.arm} arm, {config.trainer.max_training_steps} steps, into "
+        f"{config.isoexec.out}; {prompts} prompts are checked; starting Ray, vLLM and Megatron (their log: {config.trainer.log_path})"
+    )
 
 
 def _report(out: Path, arm: str) -> int:

@@ -51,7 +51,14 @@ class Watch:
         known = len(commonprefix([self._seen, lines]))  # a resumed run takes the last lines back
         self._seen = lines
         for text in lines[known:]:
-            print(self._line(json.loads(text)), file=self._stream, flush=True)
+            self._print(self._line(json.loads(text)))
+
+    def _print(self, text: str) -> None:
+        """Above the bars of a step, where they are shown."""
+        from tqdm import tqdm  # reads the environment when it is imported
+
+        tqdm.write(text, file=self._stream)
+        self._stream.flush()
 
     def _lines(self) -> list[bytes]:
         """Whole lines of the file; one that is still being written is read next time."""

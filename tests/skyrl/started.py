@@ -30,6 +30,7 @@ class Run:
         self.log = out / "run.log"
         self._began = self.log.stat().st_size if self.log.exists() else 0
         ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", _MARK: str(out)}
+        ours["LOG_LEVEL"] = "INFO"  # tells of every phase
         ours["SPT_NOENV"] = "1"  # a process that renames itself would write its name over its environment
         environment = {**os.environ, **ours, **environment}
         environment.pop("ISOEXEC_CONTRACT", None)

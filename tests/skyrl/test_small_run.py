@@ -51,7 +51,7 @@ def test_no_token_differs_at_any_step(whole):
 
 
 def test_the_weights_of_every_sync_are_compared_after_sleep_and_wake(whole):
-    [log] = (whole / "logs").glob("*.log")
+    [log] = (whole / "logs").glob("infra-*.log")
     lines = log.read_text().splitlines()
     equal = [n for n, line in enumerate(lines) if "tensors equal in the policy and 1 engines" in line]
     assert len(equal) == STEPS + 1  # before the first step too

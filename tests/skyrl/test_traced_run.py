@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from isoexec.runtimes.skyrl.steps import read_steps
+from tests.skyrl.planted import planted
 
 pytestmark = [
     pytest.mark.timeout(3600),
@@ -30,40 +31,17 @@ from isoexec.train.launch import _run
 from small_run import small_config
 raise SystemExit(_run(small_config(Path(sys.argv[1]), Path(sys.argv[2]))))
 """
-#: Python imports this at its start. Weights are compared before step 1, and after its sync: the fault comes right behind.
+#: Weights are compared before step 1, and after its sync: the fault comes right behind.
 PLANT = """
-import importlib.abc, importlib.util, sys
+_manifest, _calls = manifest, []
 
-NAME = "isoexec.runtimes.vllm.weights"
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name != NAME:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def planted(module):
-            load(module)
-            manifest, calls = module.manifest, []
-
-            def compared(model):
-                found = manifest(model)
-                calls.append(model)
-                if len(calls) == 2:
-                    import torch
-
-                    weight = model.model.layers[1].input_layernorm.weight.data
-                    weight.view(torch.int16)[int(weight.abs().argmax())] += 1
-                return found
-
-            module.manifest = compared
-
-        spec.loader.exec_module = planted
-        return spec
-
-sys.meta_path.insert(0, Finder())
+def manifest(model):
+    found = _manifest(model)
+    _calls.append(model)
+    if len(_calls) == 2:
+        weight = model.model.layers[1].input_layernorm.weight.data
+        weight.view(torch.int16)[int(weight.abs().argmax())] += 1
+    return found
 """
 
 
@@ -71,9 +49,8 @@ sys.meta_path.insert(0, Finder())
 def stopped(model, tmp_path_factory):
     """(what the run said, its folder)."""
     out, plant = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("plant")
-    (plant / "sitecustomize.py").write_text(PLANT)
-    path = os.pathsep.join(filter(None, [str(plant), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= planted(plant, {"isoexec.runtimes.vllm.weights": PLANT})
     environment.pop("ISOEXEC_CONTRACT", None)
     command = [sys.executable, "-c", RUN, str(model), str(out)]
     return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=3000), out

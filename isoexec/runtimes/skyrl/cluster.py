@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 _ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+_ENVIRONMENT |= {"LOG_LEVEL": "INFO", "LOGURU_LEVEL": "INFO"}  # of the run's log, whatever the driver shows
 
 
 def actor_environment(config: TrainConfig, contract: Path | None) -> dict[str, str]:
@@ -84,7 +86,7 @@ def start(config: TrainConfig, variables: dict[str, str]) -> Callable[[], None]:
 
 def _join(address: str, runtime: dict) -> Callable[[], None]:
     try:
-        ray.init(address=address, runtime_env=runtime)
+        ray.init(address=address, runtime_env=runtime, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"isoexec.ray_address: no Ray cluster at {address!r}: {error}") from error
     return ray.shutdown
@@ -102,7 +104,7 @@ def _start_here(gpus: int, cpus: int, object_store: int | None, runtime: dict) -
         node.stop()
 
     try:
-        ray.init(address=node.address, runtime_env=runtime, _node_ip_address=_LOOPBACK)
+        ray.init(address=node.address, runtime_env=runtime, logging_level=logging.WARNING, _node_ip_address=_LOOPBACK)
     except BaseException:
         stop()
         raise

@@ -23,6 +23,7 @@ from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, uses_gpus
 from isoexec.runtimes.skyrl.generator import SeededGenerator
 from isoexec.runtimes.skyrl.trainer import Trainer, policy_actors
 
+_PRINTS_TRACEBACKS = ("skyrl.train.entrypoints.main_base", "skyrl.train.utils.tracking")
 _FIRST_PORT = 8000
 _ANSWER = 60  # seconds in which a process of the run answers that it lives, and Ray notices that a node does not
 _GOODBYE = 20  # seconds for engines to end by themselves
@@ -96,6 +97,19 @@ class Experiment(BasePPOExp):
         if not len(found):
             raise ConfigError(f"{name}: no prompt of at most trainer.max_prompt_length = {longest} tokens in {files}; raise it")
         return found
+
+    def run(self) -> None:
+        """As upstream, which prints the traceback of whatever ends a run: here it goes to the log, and the caller says what happened."""
+        for module in _PRINTS_TRACEBACKS:
+            logger.disable(module)
+        try:
+            super().run()
+        except Exception:
+            logger.opt(exception=True).info("the run ends")
+            raise
+        finally:
+            for module in _PRINTS_TRACEBACKS:
+                logger.enable(module)
 
     # --- parts ------------------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,8 @@ class Trainer(RayPPOTrainer):
     """
 
     def __init__(self, config: TrainConfig, *, contract: str | None, **kwargs):
-        super().__init__(cfg=config, **kwargs)
+        super().__init__(cfg=config, **kwargs)  # sends the log to stderr, from LOG_LEVEL on, and nowhere else
+        logger.add(Path(config.trainer.log_path) / "driver.log", level="INFO", backtrace=False, diagnose=False)
         self._own = config.isoexec
         self._contract = contract
         self._sampled: list[float] = []  # rewards of the step, of groups that dynamic sampling drops too
