@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 
@@ -42,7 +43,8 @@ class SeededGenerator(SkyRLGymGenerator):
             params["seed"] = sampling_seed(self._run_seed, phase, step if phase == "train" else 0)
         else:
             params.pop("logprobs", None)  # a greedy token is not drawn from a distribution
-        return await super().generate({**input_batch, "sampling_params": params}, disable_tqdm)
+        hidden = disable_tqdm or not sys.stderr.isatty()  # its bar would be a line for each batch in a file
+        return await super().generate({**input_batch, "sampling_params": params}, hidden)
 
     async def agent_loop(self, *args, sampling_params=None, trajectory_id=None, **kwargs):
         if "seed" in sampling_params:
