@@ -96,6 +96,34 @@ def test_an_environment_reads_a_response_without_the_tokens_that_end_it():
     assert asyncio.run(client.detokenize([ids])) == ["-12"] and tokenizer.decode(ids) != "-12"
 
 
+@pytest.mark.parametrize("status, body, lost", [(502, "no engine", True), (503, '{"error": {}}', True), (400, '{"error": {}}', False)])
+def test_an_engine_that_is_gone_is_told_from_one_that_refuses(monkeypatch, status, body, lost):
+    from aiohttp import web
+    from aiohttp.test_utils import TestServer
+    from skyrl.backends.skyrl_train.inference_servers import remote_inference_client
+
+    from isoexec.runtimes.skyrl.run import _is_lost
+
+    monkeypatch.setattr(remote_inference_client, "_DATA_PLANE_RETRIES", 1)
+
+    async def answer(request):
+        return web.Response(status=status, text=body)
+
+    async def ask():
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        async with TestServer(app) as server:
+            client = InferenceClient(proxy_url="", server_urls=[], data_parallel_size=1)
+            try:
+                await client._post(str(server.make_url("/generate")), {})
+            finally:
+                await client.teardown()
+
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        asyncio.run(ask())
+    assert _is_lost(raised.value) == lost, raised.value
+
+
 def test_a_line_holds_the_step_at_full_precision(tmp_path):
     logs = {"sampled/reward": 1 / 3, "policy/final_loss": 1e-17, "timing/generate": 2.5, "eval/all/avg_score": 0.1, "other": 1}
     path = tmp_path / "steps.jsonl"

@@ -27,7 +27,8 @@ WEIGHT = "model.layers.1.input_layernorm.weight"
 RUN = """
 import sys
 from pathlib import Path
-from isoexec.train.launch import _run
+from isoexec.train.launch import _quieten, _run
+_quieten()
 from small_run import small_config
 raise SystemExit(_run(small_config(Path(sys.argv[1]), Path(sys.argv[2]))))
 """
@@ -60,6 +61,8 @@ def test_the_run_stops_at_the_first_token_that_differs(stopped):
     run, out = stopped
     assert run.returncode == 1, run.stderr[-6000:]
     assert "step 2: " in run.stderr and "tokens differ between rollout and trainer; the first: sequence " in run.stderr, run.stderr[-6000:]
+    assert "Traceback" not in run.stderr and " INFO " not in run.stderr, run.stderr[-6000:]  # that is in the log
+    assert "tokens differ between rollout and trainer" in (out / "logs/driver.log").read_text()
     [line] = read_steps(out / "steps.jsonl")
     assert (line["step"], line["bit_equal"]) == (1, 1.0)  # nothing is trained on what differs
     assert [folder.name for folder in out.glob("mismatch-*")] == ["mismatch-2"]

@@ -46,6 +46,17 @@ class InferenceClient(RemoteInferenceClient):
                 answers.append(result)
         return answers
 
+    async def _post(self, url: str, *args, **kwargs):
+        """As upstream; of an engine that is gone a router says so in other words than JSON.
+
+        Raises:
+            EngineCallFailed: no JSON came back, time and again.
+        """
+        try:
+            return await super()._post(url, *args, **kwargs)
+        except ValueError as error:
+            raise EngineCallFailed(f"{url}: expected JSON, found another answer ({error}): an engine behind it is gone") from error
+
     async def detokenize(self, token_ids: list[list[int]]) -> list[str]:
         """Text of responses for their environments, without the tokens that end them; what is trained on are the tokens."""
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)

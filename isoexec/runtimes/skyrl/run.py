@@ -51,9 +51,9 @@ def train(config: TrainConfig | DictConfig | dict) -> Path:
         fault = getattr(error, "cause", None) or error
         if isinstance(fault, ContractError | ConfigError):
             raise fault from None
-        if not isinstance(fault, _lost()) and fault is not error:  # a worker whose peer is gone says that a connection is
+        if not (_is_lost(fault) or isinstance(fault, _told())):  # of a lost process its peer says that a connection is
             fault = experiment.lost() or fault
-        if isinstance(fault, _lost()):
+        if _is_lost(fault):
             raise RunStopped(_stopped(fault, experiment.trainer, environment["SKYRL_LOG_FILE"])) from error
         error.add_note(f"what the actors printed: {environment['SKYRL_LOG_FILE']}")
         raise
@@ -63,8 +63,8 @@ def train(config: TrainConfig | DictConfig | dict) -> Path:
     return out
 
 
-def _lost() -> tuple[type[Exception], ...]:
-    """What is raised where a process, a node or room on a disk is missing, and not where the program is wrong."""
+def _is_lost(fault: Exception) -> bool:
+    """Whether a process, a node or room on a disk is missing, and not the program wrong, as where an engine refuses a request."""
     import aiohttp
     from ray import exceptions
 
@@ -72,7 +72,17 @@ def _lost() -> tuple[type[Exception], ...]:
     from isoexec.runtimes.skyrl.trainer import CheckpointNotWritten
 
     actors = (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.OutOfMemoryError)
-    return (*actors, aiohttp.ClientError, EngineCallFailed, CheckpointNotWritten)
+    refused = isinstance(fault, aiohttp.ClientResponseError) and 400 <= fault.status < 500
+    return isinstance(fault, (*actors, aiohttp.ClientError, EngineCallFailed, CheckpointNotWritten)) and not refused
+
+
+def _told() -> tuple[type[Exception], ...]:
+    """What says itself why a run ends."""
+    from isoexec.runtimes.skyrl.generator import RewardError
+    from isoexec.runtimes.skyrl.mismatch import RolloutMismatch
+    from isoexec.runtimes.skyrl.trainer import NothingToLearn
+
+    return RewardError, RolloutMismatch, NothingToLearn
 
 
 def _stopped(fault: Exception, trainer, log: str) -> str:
