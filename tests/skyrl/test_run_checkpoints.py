@@ -37,6 +37,7 @@ def saving(tmp_path):
     from skyrl.train.utils.trainer_utils import ResumeMode
 
     from isoexec.runtimes.skyrl.config import IsoExecConfig
+    from isoexec.runtimes.skyrl.steps import StepLog
     from isoexec.runtimes.skyrl.trainer import Trainer
 
     disk = Disk()
@@ -44,7 +45,8 @@ def saving(tmp_path):
     def trainer(step=0, contract="digest", mode=ResumeMode.LATEST, path=None, **section):
         made = Trainer.__new__(Trainer)
         made._own, made._contract, made.resume_mode = IsoExecConfig(**{"seed": 1, **section}), contract, mode
-        made.global_step, made.dispatch = step, disk
+        made.global_step, made.dispatch, made.all_metrics = step, disk, {"sampled/reward": 1 / 3}
+        made._steps = StepLog(tmp_path / "steps.jsonl")
         made.train_dataloader = PromptStream(Prompts(8), 2, seed=1)
         made.train_dataloader.taken = 3 * step
         made.inference_engine_client = InferenceClient(proxy_url="", server_urls=[], data_parallel_size=1)
@@ -71,6 +73,7 @@ def test_a_checkpoint_is_whole_or_not_there(saving, tmp_path):
     assert saving().last_checkpoint() == tmp_path / "global_step_3"
     resumed = saving()
     assert resumed.load_checkpoints() == (3, str(tmp_path / "global_step_3"))
+    assert resumed._steps.resumed == {"step": 3, "reward": 1 / 3}
     assert resumed.inference_engine_client.weight_version == 3  # counts on from the run that it continues
     assert resumed.train_dataloader.taken == 9 and saving.disk.loaded == str(tmp_path / "global_step_3/policy")
     saving.disk.full = False

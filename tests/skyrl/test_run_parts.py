@@ -139,6 +139,13 @@ def test_a_line_holds_the_step_at_full_precision(tmp_path):
     assert lines[0]["seconds"] == {"generate": 2.5} and lines[0]["eval"] == {"all/avg_score": 0.1}
     log.on_train_start(trainer, at(2), None)  # resumed after step 2
     assert [line["step"] for line in steps.read_steps(path)] == [1, 2]
+    log.resumed = {"step": 2, "reward": 0.5}  # of its checkpoint, which its line came to the disk before
+    log.on_train_start(trainer, at(2), None)
+    assert steps.read_steps(path) == lines[:2]
+    log.resumed = {"step": 3, "reward": 0.5}  # stopped before the line was written
+    log.on_train_start(trainer, at(3), None)
+    assert steps.read_steps(path) == [*lines[:2], log.resumed]
+    log.resumed = None
     log.on_train_start(trainer, at(0), None)
     assert steps.read_steps(path) == []
 

@@ -36,14 +36,20 @@ class StepLog(TrainingCallback):
     """Appends a line per step to a file; an evaluation before training is line 0, with ``eval`` alone.
 
     A resumed run drops the lines of the steps that it takes again, and a new one all of them.
+
+    Attributes:
+        resumed: line of the checkpoint's step, without times, for a run that was stopped between the checkpoint and the line; or None.
     """
 
     def __init__(self, path: Path):
         self.path = path
+        self.resumed: dict | None = None
 
     def on_train_start(self, trainer, callback_input, control) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_steps(self.path) if line["step"] <= callback_input.global_step and callback_input.global_step > 0]
+        if self.resumed is not None and not any(line["step"] == self.resumed["step"] for line in kept):
+            kept.append(self.resumed)
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def on_log(self, trainer, callback_input, control) -> None:

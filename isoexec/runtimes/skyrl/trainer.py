@@ -26,7 +26,7 @@ from isoexec.runtimes.skyrl.client import EngineCallFailed
 from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, uses_gpus
 from isoexec.runtimes.skyrl.dapo import overlong_penalty
 from isoexec.runtimes.skyrl.generator import RewardError, sample_seed
-from isoexec.runtimes.skyrl.steps import StepLog
+from isoexec.runtimes.skyrl.steps import StepLog, step_line
 from isoexec.runtimes.skyrl.stream import PromptStream
 
 #: Score from which a sample has passed.
@@ -58,7 +58,8 @@ class Trainer(RayPPOTrainer):
         self._batches = 0
         self._exported = False  # the weights of a mismatch
         self.add_callback(_SeedEachStep(config.isoexec.seed))
-        self.add_callback(StepLog(Path(config.isoexec.out) / "steps.jsonl"))
+        self._steps = StepLog(Path(config.isoexec.out) / "steps.jsonl")
+        self.add_callback(self._steps)
 
     def _build_train_dataloader_and_compute_training_steps(self) -> None:
         self.train_dataloader = PromptStream(self.train_dataset, self.cfg.trainer.train_batch_size, self.cfg.isoexec.seed)
@@ -255,6 +256,7 @@ class Trainer(RayPPOTrainer):
             "seed": self._own.seed,
             "contract": self._contract,
             "stream": self.train_dataloader.state_dict(),
+            "line": step_line(self.global_step, self.all_metrics),  # it is logged when the weights have been synced
         }
         _write_synced(scratch / "trainer.json", json.dumps(state))
         for file in scratch.rglob("*.safetensors"):
@@ -296,6 +298,7 @@ class Trainer(RayPPOTrainer):
             )
         self.dispatch.load_checkpoint("policy", str(folder / "policy"))
         self.train_dataloader.load_state_dict(state["stream"])
+        self._steps.resumed = state.get("line")
         for _ in range(state["step"]):  # the syncs of the run that is continued
             self.inference_engine_client.increment_weight_version()
         return state["step"], str(folder)
