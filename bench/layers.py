@@ -80,7 +80,9 @@ class Stage:
         self.rows, self.n = sum(self.lengths), len(self.lengths)
         self.cu = torch.tensor([0, *self.lengths]).cumsum(0).int().cuda()
         self.slots = torch.arange(self.n, device="cuda").int() + 1
-        positions = torch.full((self.n,), CONTEXT - 1) if stage == "decode" else torch.cat([torch.arange(n) for n in self.lengths])
+        # Sequences that decode together stand anywhere in a chunk and in a page.
+        decoding = CONTEXT - PAGE + torch.arange(self.n) % PAGE
+        positions = decoding if stage == "decode" else torch.cat([torch.arange(n) for n in self.lengths])
         self.positions = positions.cuda()
         if kind == "GDN":
             self.plan = gdn.Plan(list(self.lengths), Numerics().gdn_chunk, device="cuda")
@@ -93,8 +95,8 @@ class Stage:
             pages = self.n * CONTEXT // PAGE
             self.caches = [randn(pages, PAGE, G, K) for _ in range(2)]
             self.block_table = torch.randperm(pages, device="cuda").int().view(self.n, -1)
-            self.lens = torch.full((self.n,), CONTEXT, dtype=torch.int32, device="cuda")
-            self.place = self.block_table[:, -1].long() * PAGE + PAGE - 1
+            self.lens = self.positions.int() + 1
+            self.place = self.block_table[:, -1].long() * PAGE + self.positions % PAGE
         if kind != "GDN":
             self.rope = rope.rope_table(self.positions, ROTARY, 1e7)
             every = rope.rope_table(torch.arange(CONTEXT, device="cuda"), ROTARY, 1e7)

@@ -1,6 +1,7 @@
 """What each of four processes runs in test_tensor_parallel_cpu.py: the same op whole and cut over 1, 2 and 4 ranks."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from isoexec.contract import ContractError
 from isoexec.ops import collective, logprob, matmul
 from isoexec.ops._core.bits import assert_bit_equal, nudge
 from isoexec.ops.collective.reference import all_gather, sum_over_ranks
+from isoexec.ops.logprob import of_hidden
 from isoexec.ops.matmul.reference import product
 from op_checks import gradients
 
@@ -25,7 +27,7 @@ def main(rank: int, rendezvous: str) -> None:
         for degree in (1, 2, 4):
             groups = [dist.new_group(list(range(first, first + degree))) for first in range(0, WORLD, degree)]
             group, place = groups[rank // degree], rank % degree
-            for check in (row_parallel, planted_ulp, column_parallel, block, token_logprob, gathered_bits, owners, refusals):
+            for check in (row_parallel, planted_ulp, column_parallel, block, token_logprob, hidden_logprob, gathered_bits, owners, refusals):
                 check(group, place, degree)
     finally:
         dist.destroy_process_group()
@@ -122,6 +124,23 @@ def token_logprob(group, place, degree):
         (grad,) = gradients(out, mine, seed)
         expected = torch.nn.functional.pad(whole_grad, (0, padded - vocab_size))
         assert_bit_equal(grad, part(expected, place, degree), "gradient")
+
+
+def hidden_logprob(group, place, degree):
+    """By tiles of 32 rows of this rank's logits: the bits of the whole vocabulary, and the shards' gradients."""
+    x, w, tokens, seed, temperature = bf16(70, 64), bf16(512, 64), torch.randint(0, 500, (70,)), torch.randn(70), torch.tensor(0.7)
+    sizes = dict(vocab_size=500, vocab_block=64)
+    whole_in = [t.clone().requires_grad_() for t in (x, w)]
+    whole = logprob.token_logprob(logprob.scale_by_temperature(matmul.lm_head(*whole_in), temperature), tokens, **sizes)
+    whole_grads = gradients(whole, whole_in, seed)
+    mine = [x.clone().requires_grad_(), part(w, place, degree, 0).requires_grad_()]
+    with mock.patch.object(of_hidden, "LOGIT_BYTES", 1 << 14):
+        out = of_hidden.of_hidden(*mine, tokens, temperature, tp=collective.TensorParallel(group), **sizes)
+        assert "Tiles" in type(out.grad_fn).__name__
+        grad_x, grad_w = gradients(out, mine, seed)
+    assert_bit_equal(out, whole, f"degree {degree}")
+    close(sum_over_ranks(grad_x.float(), group), whole_grads[0])
+    close(grad_w, part(whole_grads[1], place, degree, 0))
 
 
 def refusals(group, place, degree):
