@@ -50,7 +50,7 @@ def copy_of(bytes_moved):
 
 
 class Cases:
-    """Times cases whose op's name holds one of the words of ``only`` and adds them to the table. ``vllm``: whether vLLM's kernels are at hand."""
+    """Times cases whose op's name holds one of the words of ``only``, and tables them. ``vllm``: whether vLLM's kernels are at hand."""
 
     def __init__(self, only, table, vllm=False):
         self.only, self.table, self.vllm, self.taken = only.split(","), table, vllm, {}
