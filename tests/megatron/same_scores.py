@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from isoexec.contract import CONTRACT_VARIABLE
 from isoexec.ops._core.bits import as_bits
+from isoexec.ops.logprob import of_hidden
 from isoexec.runtimes.megatron import trainer as runtime
 from tests.ops.op_checks import same_bits
 
@@ -24,7 +26,7 @@ def assert_same(found: list, expected: list):
 
 
 def score_and_step(contract: str | None, model: str, sequences: list, layout: dict, export: str) -> dict:
-    """On one rank: bits of the scores in the three cases, then one optimizer step."""
+    """On one rank: bits of the scores in the three cases, with rows and by tiles of the logits, then one optimizer step by such tiles."""
     os.environ[CONTRACT_VARIABLE] = contract or ""
     trainer = runtime.PolicyTrainer(model, **layout)
 
@@ -35,7 +37,9 @@ def score_and_step(contract: str | None, model: str, sequences: list, layout: di
     trainer.export_hf(export)
     manifest = trainer.weight_manifest().data() if contract else None
     found = {"manifest": manifest, "score": score(), "forward": score(grad=True), "recompute": score(recompute=True)}
-    found |= trainer.train_step(sequences, None, 0.7, packing=PACK)
+    with mock.patch.object(of_hidden, "LOGIT_BYTES", 1 << 14):
+        found["tiles"] = [as_bits(s.logprobs).tolist() for s in trainer.logprobs(sequences, temperature=0.7, packing=PACK)]
+        found |= trainer.train_step(sequences, None, 0.7, packing=PACK)
     found["gradients"] = {name: gradient.numpy() for name, gradient in trainer.gradients().items()}
     trainer.close()
     return found
@@ -44,6 +48,7 @@ def score_and_step(contract: str | None, model: str, sequences: list, layout: di
 def assert_scores(found: dict, expected: dict):
     for case in ("score", "forward", "recompute"):
         assert found[case] == expected["score"], case
+    assert found["tiles"] == [bits for bits, _ in expected["score"]]
 
 
 def assert_gradients_close(found: dict, expected: dict):

@@ -97,8 +97,7 @@ class PolicyTrainer:
         self._recompute = recompute
         how = self.contract, self.hf_config.get_text_config().vocab_size, groups.tp, sequence_parallel
         self._scorer = scorer(*how)
-        alone = groups.tp.size() == groups.pp.size() == 1  # in other layouts the logits of a shard are held
-        self._hidden_scorer = hidden_scorer(*how) if self.contract is not None and alone else None
+        self._hidden_scorer = None if self.contract is None else hidden_scorer(*how)
         self._multiple_of = groups.tp.size() if sequence_parallel else 1
 
     def logprobs(
