@@ -67,6 +67,7 @@ def make_options(
     tokens: int | None = None,
     numerics: dict | None = None,
     native: bool = True,
+    cuda_graphs: bool = False,
 ) -> Options:
     """Check the inputs before anything is started.
 
@@ -82,6 +83,8 @@ def make_options(
     Numerics(**(numerics or {}))
     check_backend()
     plans = plan.limited(prompts, tokens), later_plan.limited(prompts, tokens)
+    if cuda_graphs:
+        plans = tuple(each.captured() for each in plans)
     return Options(folder, Path(out), *plans, plant, timeout, numerics or {}, native)
 
 

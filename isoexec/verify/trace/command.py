@@ -49,6 +49,7 @@ def add_verbs(parser, formatter) -> None:
         default="state",
         help="layers: the residual stream only; ops: every op; state: also caches and recurrent states (default: %(default)s)",
     )
+    run.add_argument("--cuda-graphs", action="store_true", help="capture the engine's decode steps, on a GPU; for levels layers and ops")
     run.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
     run.add_argument(
         "--out", default="out", metavar="FOLDER", help="for logs, and for the bundle where --bundle is not given (default: out)"

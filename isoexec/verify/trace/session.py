@@ -173,7 +173,7 @@ class _Session:
             group.start(name, f"isoexec.verify.{name}_worker", worker_environment(contract)) for name in ("engine", "trainer")
         )
         self._progress(f"two processes import their frameworks; logs: {options.out}/logs")
-        shape = dict(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=batch.max_model_len)
+        shape = dict(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=batch.max_model_len, cuda_graphs=options.cuda_graphs)
         self._engine.call("open", options.timeout, model=str(batch.model), contract=str(contract), shape=shape)
         self._trainer.call("open", options.timeout, model=str(batch.trainer_model), contract=str(contract), learning_rate=1e-3)
 
