@@ -127,6 +127,11 @@ class Recorder:
         """The ops that follow are not recorded."""
         self._rows = None
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether passes can be captured: all that is asked for is read on the device."""
+        return self.level != "state" and not self._wanted
+
     @contextlib.contextmanager
     def capturing(self):
         """The passes inside are captured in a CUDA graph, not run: inside ``torch.cuda.graph``, and within :func:`registry.observing`.
@@ -137,7 +142,7 @@ class Recorder:
         Raises:
             ContractError: what is asked for is read by host code, which a replay does not run.
         """
-        if self.level == "state" or self._wanted:
+        if not self.can_capture:
             asked = "level state" if self.level == "state" else "rows kept whole"
             raise ContractError(f"trace: {asked}: expected level layers or ops in a captured pass; run the engine with enforce_eager")
         self._close_visits()

@@ -194,20 +194,29 @@ class RolloutEngine:
         salt = {} if self._contract is None else {"cache_salt": f"weights {self._syncs}"}
         inputs = [{"prompt_token_ids": prompt, **salt} for prompt in prompts]
         observer = registry.current_observer()
-        if self._captures and observer is not self._captured_for:
-            from isoexec.runtimes.vllm import graphs
+        with self._graphs_for(observer):
+            if observer is None:
+                return self._run(inputs, params, evict_at)
+            from isoexec.runtimes.vllm import step
+            from isoexec.runtimes.vllm.step_rows import StepRows
 
+            if observer is not self._observer:
+                self._observer, self._first_observed = observer, self._llm.request_counter.counter
+            with step.observed(StepRows(self._runner, self._first_observed)):
+                return self._run(inputs, params, evict_at)
+
+    def _graphs_for(self, observer):
+        """Context in which this engine's graphs, if it has any, record for ``observer``; without them where it cannot be told by a replay."""
+        if not self._captures:
+            return contextlib.nullcontext()
+        from isoexec.runtimes.vllm import graphs
+
+        if observer is not None and not observer.can_capture:
+            return graphs.eager(self._runner)
+        if observer is not self._captured_for:
             graphs.recapture(self._runner)
             self._captured_for = observer
-        if observer is None:
-            return self._run(inputs, params, evict_at)
-        from isoexec.runtimes.vllm import step
-        from isoexec.runtimes.vllm.step_rows import StepRows
-
-        if observer is not self._observer:
-            self._observer, self._first_observed = observer, self._llm.request_counter.counter
-        with step.observed(StepRows(self._runner, self._first_observed)):
-            return self._run(inputs, params, evict_at)
+        return contextlib.nullcontext()
 
     def _run(self, inputs: list[dict], params: list, evict_at: Sequence[int]) -> list:
         self._llm.enqueue(inputs, params, use_tqdm=False)

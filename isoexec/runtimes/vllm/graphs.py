@@ -6,6 +6,7 @@ again, says which case the step is, and hands what the captured kernels recorded
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -43,6 +44,7 @@ def arguments(max_num_seqs: int) -> dict:
     """Arguments of ``vllm.LLM`` for captured decode steps of up to ``max_num_seqs`` sequences, without compilation."""
     sizes = [1 << n for n in range(_LARGEST.bit_length()) if 1 << n < max_num_seqs] + [min(max_num_seqs, _LARGEST)]
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    graphs["cudagraph_num_of_warmups"] = 1  # kernels are compiled and loaded at first use, which a capture does not allow
     return {"enforce_eager": False, "compilation_config": graphs}
 
 
@@ -82,6 +84,22 @@ def replays() -> dict[int, int]:
 def recapture(runner) -> None:
     """Capture the graphs of a vLLM model runner again, for the observer of this thread, or for none. No sequence may be running."""
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.platforms import current_platform
 
     CUDAGraphWrapper.clear_all_graphs()
+    # A pool whose graphs are gone takes no others while a recording still holds what they wrote.
+    pool = current_platform.graph_pool_handle()
+    for wrapper in CUDAGraphWrapper._all_instances:
+        wrapper.graph_pool = pool
     runner.capture_model()
+
+
+@contextlib.contextmanager
+def eager(runner):
+    """Steps inside the block run without graphs, which stay as they are: for an observer that reads on the host what no replay shows it."""
+    dispatcher = runner.cudagraph_dispatcher
+    initialized, dispatcher.keys_initialized = dispatcher.keys_initialized, False
+    try:
+        yield
+    finally:
+        dispatcher.keys_initialized = initialized
