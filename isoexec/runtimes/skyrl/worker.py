@@ -172,6 +172,10 @@ class PolicyWorker(MegatronPolicyWorkerBase):
         """SkyRL's transfer by IPC or NCCL, for GPUs."""
         await super().broadcast_to_inference_engines(client, engine_config)
 
+    def memory_to_share(self):
+        """Context in which the GPU memory that is allocated can be opened by another process."""
+        return self._expandable_segments_disabled_for_sync()
+
     def begin_weight_digests(self) -> PendingDigests:
         """Launch the digests of the weights; every rank calls, and makes the manifest of them by ``manifest_of_ranks``."""
         return models.begin_weight_digests(self.gpt, self.hf_config, self._groups)
