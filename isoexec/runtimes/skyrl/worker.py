@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
+from ctypes.util import find_library
 from pathlib import Path
 
 import torch
@@ -153,6 +154,10 @@ class PolicyWorker(MegatronPolicyWorkerBase):
     def backload_to_gpu(self, *args, **kwargs) -> None:
         if uses_gpus():
             super().backload_to_gpu(*args, **kwargs)
+
+    def _set_numa_affinity(self, rank: int) -> None:
+        if find_library("numa"):  # where there is none, upstream asks this program for libnuma's functions
+            super()._set_numa_affinity(rank)
 
     # --- weights ----------------------------------------------------------------------------------------------------------------
 
