@@ -139,7 +139,6 @@ class Plan:
         engines = tuple(replace(run, before=cut(run.before), after_sync=cut(run.after_sync)) for run in self.engines)
         return replace(self, engines=engines, prompt_count=min(self.prompt_count, prompts or self.prompt_count))
 
-
     def captured(self) -> Plan:
         """The plan with decode steps in CUDA graphs, which have to be replayed wherever tokens are sampled."""
 

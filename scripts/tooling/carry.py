@@ -30,7 +30,7 @@ from common import ROOT, Stop, main, run
 #: Projects of the lock that no engine and no trainer imports, and that are large or serve what does not run on such a host.
 LEFT_OUT = (
     "vllm-router", "polars", "polars-runtime-32", "debugpy", "botocore", "aiobotocore", "s3fs", "hf-transfer", "anthropic", "py-spy",
-    "virtualenv", "rignore", "fastar", "cryptography", "supervisor", "watchfiles", "sentry-sdk",
+    "virtualenv", "rignore", "fastar", "cryptography", "supervisor", "sentry-sdk",
 )
 #: Of training runs alone: the launcher and the tasks.
 TRAINING = (
