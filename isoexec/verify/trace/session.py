@@ -17,7 +17,7 @@ from isoexec.verify.progress import Progress
 from isoexec.verify.prompts import make_prompts, packings, request_seeds
 from isoexec.verify.protocol import WorkerError, WorkerGroup, WorkerRefused
 from isoexec.verify.arguments import check_model, text_config
-from isoexec.verify.run import backend, check_backend, worker_environment
+from isoexec.verify.run import backend, check_backend, check_graphs, worker_environment
 from isoexec.verify.settings import MAX_MODEL_LEN
 from isoexec.verify.trace.bundle import Sequence
 from isoexec.verify.trace.report import Report
@@ -39,6 +39,8 @@ def run(options) -> tuple[Report | None, Path, list[str]]:
     with tempfile.TemporaryDirectory(prefix="isoexec-trace-") as work, WorkerGroup(out / "logs") as group:
         work = Path(work)
         batch = _recorded_batch(options.mismatch, work) if options.mismatch else _made_batch(options, work)
+        if options.cuda_graphs:
+            check_graphs(batch.model)
         try:
             session = _Session(options, batch, work, group)
             found = session.trace(file)
