@@ -20,7 +20,7 @@ def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
-@pytest.mark.parametrize(("limit", "buffers"), [(1 << 20, 1), (64, 3), (1, 5)])
+@pytest.mark.parametrize(("limit", "buffers"), [(1 << 20, 1), (64, 4), (1, 5)])
 def test_what_is_unpacked_has_the_bits_of_what_was_packed(limit, buffers):
     packed = list(ipc.pack(TENSORS.items(), limit, torch.device("cpu")))
     assert len(packed) == buffers
