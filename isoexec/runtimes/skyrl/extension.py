@@ -113,7 +113,7 @@ class EngineExtension(NewInferenceWorkerWrap):
         """
         missing = {name for name, _ in self.model_runner.get_model().named_parameters()} - self.__dict__.pop("_received", set())
         if missing:
-            raise ContractError(f"weight sync: no values for {sorted(missing)}; the model now mixes old and new ones: load a whole checkpoint")
+            raise ContractError(f"weight sync: no values for {sorted(missing)}; the model mixes old and new ones: load a whole checkpoint")
         return {}
 
     @_answering

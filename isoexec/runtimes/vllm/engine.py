@@ -206,7 +206,7 @@ class RolloutEngine:
                 return self._run(inputs, params, evict_at)
 
     def _graphs_for(self, observer):
-        """Context in which this engine's graphs, if it has any, record for ``observer``; without them where it cannot be told by a replay."""
+        """Context in which this engine's graphs, if it has any, record for ``observer``; without them where a replay cannot tell it."""
         if not self._captures:
             return contextlib.nullcontext()
         from isoexec.runtimes.vllm import graphs

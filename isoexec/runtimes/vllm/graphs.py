@@ -72,7 +72,7 @@ def replayed(done: Pass) -> None:
         return
     observer = registry.current_observer()
     if observer is not done.observer:
-        raise ContractError("trace: expected a graph that was captured for this recording, found another; capture the engine's graphs again")
+        raise ContractError("trace: expected a graph that was captured for this recording, found another; capture the graphs again")
     observer.replayed(done.recorded, rows, goes_on=True)
 
 

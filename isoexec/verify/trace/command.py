@@ -86,7 +86,7 @@ def _run(options) -> int:
         if value < 1:
             raise ContractError(f"--{name} {value}: expected at least 1")
     if options.cuda_graphs and options.level == "state":
-        raise ContractError("--cuda-graphs: expected --level layers or ops: what caches hold is read on the host, and a replay runs none of it")
+        raise ContractError("--cuda-graphs: expected --level layers or ops: what caches hold is read by host code, which no replay runs")
     for model in (options.model, options.trainer_model):
         if model is not None and (note := dtype_note(check_model(model))):
             print(f"isoexec: note: {note}", file=sys.stderr)
