@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--plant-ulp", action="store_true", help="self-test: move one weight of the trainer's copy by one ulp; exit status 1 is expected"
     )
+    verify.add_argument("--cuda-graphs", action="store_true", help="capture the engine's decode steps, on a GPU")
     verify.add_argument("--no-native", dest="native", action="store_false", help="leave out upstream's own kernels, which prove nothing")
     _add_numerics(verify)
     verify.set_defaults(run=_verify)
@@ -188,6 +189,7 @@ def _verify(options) -> int:
             tokens=options.tokens,
             numerics=_numerics(options),
             native=options.native,
+            cuda_graphs=options.cuda_graphs,
         )
     )
 

@@ -154,6 +154,7 @@ class ArmRun:
             ),
             {"model": self.model.name, "setting": sample.setting.name, "scoring": scoring.name, "weights": sample.weights,
              "temperature": repr(sample.setting.temperature)},
+            "ops" if sample.shape.cuda_graphs else "state",  # a replay does not show what caches hold
         )  # fmt: skip
         return trace_mismatch(mismatch, self._out)
 

@@ -30,7 +30,7 @@ class EngineOperations:
     ) -> dict:
         """Sample every prompt. Logprobs are fp32 bit patterns; ``rows`` adds digests of whole rows; ``evidence`` counts what happened;
         ``trace`` records the ops (:func:`isoexec.verify.trace.worker.recording`)."""
-        before = self._engine.num_preemptions
+        before, replays = self._engine.num_preemptions, self._engine.num_replays
         batches = [([p], [s]) for p, s in zip(prompts, seeds)] if one_at_a_time else [(prompts, seeds)]
         rollouts = []
         with recording(trace, "engine", lambda: self._engine.weight_manifest()):
@@ -50,6 +50,7 @@ class EngineOperations:
             ],
             "evidence": {
                 "block_tokens": self._engine.block_size,
+                "replays": self._engine.num_replays - replays,
                 "preemptions": self._engine.num_preemptions - before,
                 "cached_tokens": sum(r.num_cached_tokens for r in rollouts),
                 # vLLM's scheduler asserts that no step exceeds the budget.

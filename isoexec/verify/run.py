@@ -67,6 +67,7 @@ def make_options(
     tokens: int | None = None,
     numerics: dict | None = None,
     native: bool = True,
+    cuda_graphs: bool = False,
 ) -> Options:
     """Check the inputs before anything is started.
 
@@ -82,6 +83,9 @@ def make_options(
     Numerics(**(numerics or {}))
     check_backend()
     plans = plan.limited(prompts, tokens), later_plan.limited(prompts, tokens)
+    if cuda_graphs:
+        check_graphs(folder)
+        plans = tuple(each.captured() for each in plans)
     return Options(folder, Path(out), *plans, plant, timeout, numerics or {}, native)
 
 
@@ -106,6 +110,20 @@ def check_backend() -> None:
             f"this environment holds vLLM {version}, which computes on a GPU, and none is visible; run it on a GPU host, or "
             "`make build verify-logprobs BACKEND=cpu`"
         )
+
+
+def check_graphs(folder: Path | None) -> None:
+    """Refuse to capture an engine where no contract allows it.
+
+    Raises:
+        ContractError: says why.
+    """
+    if backend() == "cpu":
+        raise ContractError("--cuda-graphs: expected an environment for GPUs, found one for the CPU, which has no graphs; leave it out")
+    if folder is None:
+        raise ContractError("--cuda-graphs: expected --model: hybrids, which run eagerly, are among the checkpoints that are made")
+    if "linear_attention" in (text_config(check_model(folder)).get("layer_types") or ()):
+        raise ContractError(f"--cuda-graphs: model {str(folder)!r} is a hybrid, whose engine a contract holds to eager steps; leave it out")
 
 
 def verify(options: Options) -> int:

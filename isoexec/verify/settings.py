@@ -25,6 +25,7 @@ EVIDENCE = {
     "cached_tokens": "no prompt token came from the prefix cache",
     "chunked_prompts": "no prompt was prefilled in more than one chunk",
     "preemptions": "no request was preempted",
+    "replays": "no step was the replay of a CUDA graph",
     "changed_logprobs": "the optimizer step changed no logprob, so stale weights would not be seen",
 }
 
@@ -38,6 +39,7 @@ class EngineShape:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = False
     max_model_len: int = MAX_MODEL_LEN
+    cuda_graphs: bool = False
 
     def arguments(self) -> dict:
         """Keyword arguments of the engine, without the name."""
@@ -136,6 +138,17 @@ class Plan:
 
         engines = tuple(replace(run, before=cut(run.before), after_sync=cut(run.after_sync)) for run in self.engines)
         return replace(self, engines=engines, prompt_count=min(self.prompt_count, prompts or self.prompt_count))
+
+    def captured(self) -> Plan:
+        """The plan with decode steps in CUDA graphs, which have to be replayed wherever tokens are sampled."""
+
+        def evident(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
+            return tuple(replace(s, evidence=(*s.evidence, "replays")) for s in settings)
+
+        engines = tuple(
+            EngineRun(replace(run.shape, cuda_graphs=True), evident(run.before), evident(run.after_sync)) for run in self.engines
+        )
+        return replace(self, engines=engines)
 
 
 #: An odd budget: no chunk boundary but the first falls on a block or chunk length.

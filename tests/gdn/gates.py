@@ -1,7 +1,8 @@
 """Gates of the GPU backend, run on a machine with a GPU and recorded with commit, date and verdict:
 
-    python -m tests.gdn.gates [results.json] [--only GATE ...] [--processes N] [--commit HASH]
+    python -m tests.gdn.gates [results.json] [--only GATE ...] [--processes N] [--commit HASH] [--rest]
 
+The record is written as gates end, so a run that is cut leaves what passed; --rest runs the others at the same commit and completes it.
 `accuracy` compares with fla-core's chunk kernel, which must be importable. tests/gdn/gpu_results.json is the last complete record;
 test_gpu.py runs the same gates where there is a GPU, and holds the record against the kernels as they are.
 """
@@ -80,27 +81,41 @@ def record(commit: str, results: dict[str, dict]) -> dict:
     }
 
 
+def passed_before(path: str, commit: str, kernels: str, device: str) -> dict[str, dict]:
+    """Passed gates of the record at ``path``, none where it is of another commit, other kernels, another device or not there."""
+    file = Path(path)
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    if (found.get("commit"), found.get("kernels"), found.get("device")) != (commit, kernels, device):
+        return {}
+    return {name: result for name, result in found["gates"].items() if result["passed"] and name in jobs()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", nargs="?", help="where the record is written")
     parser.add_argument("--only", nargs="+", default=[], help="gates by name, with or without their case")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--commit", default="", help="of this tree, where git is not at hand")
+    parser.add_argument("--rest", action="store_true", help="keep what has passed in the record at PATH, of this commit, and run the others")
     options = parser.parse_args()
+    if options.rest and not options.path:
+        parser.error("--rest: name the record to complete")
     commit = options.commit or subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True).strip()
     chosen = [name for name in jobs() if not options.only or name in options.only or name.split("[")[0] in options.only]
+    results = passed_before(options.path, commit, launch.digest(), torch.cuda.get_device_name()) if options.rest else {}
+    chosen = [name for name in chosen if name not in results]
+    found = record(commit, results)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=context) as workers:
-        waiting = {name: workers.submit(run, name) for name in chosen}
-        results = {}
-        for name, job in waiting.items():
+        waiting = {workers.submit(run, name): name for name in chosen}
+        for job in concurrent.futures.as_completed(waiting):
             try:
-                results[name] = job.result()
+                results[waiting[job]] = job.result()
             except Exception as error:  # the process died
-                results[name] = {"passed": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-    found = record(commit, results)
-    if options.path:
-        Path(options.path).write_text(json.dumps(found, indent=1) + "\n")
+                results[waiting[job]] = {"passed": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+            found = record(commit, results)
+            if options.path:
+                Path(options.path).write_text(json.dumps(found, indent=1) + "\n")
     print(f"gates: {found['verdict']}, {len(results)} run", *(f"not passed: {name}" for name in found["open"]), sep="\n")
     return len([name for name in chosen if not results[name]["passed"]])
 

@@ -39,6 +39,18 @@ def test_the_record_is_of_these_kernels():
     assert RECORDED["kernels"] == launch.digest(), f"kernels or launch table changed since commit {RECORDED['commit']}: {AGAIN}"
 
 
+def test_a_run_continues_a_record_of_its_own_commit_and_kernels_alone(tmp_path):
+    record, path = json.loads(json.dumps(RECORDED)), tmp_path / "results.json"
+    of = commit, kernels, device = record["commit"], record["kernels"], record["device"]
+    assert gates.passed_before(path, *of) == {}
+    cut = next(iter(record["gates"]))
+    record["gates"][cut] = {"passed": False, "error": "cut"}
+    path.write_text(json.dumps(record))
+    assert set(gates.passed_before(path, *of)) == set(gates.jobs()) - {cut}
+    for other in (("another", kernels, device), (commit, "another", device), (commit, kernels, "another")):
+        assert gates.passed_before(path, *other) == {}
+
+
 def test_no_kernel_was_seen_to_err():
     """compute-sanitizer, over every kernel."""
     found = RECORDED["sanitizer"]

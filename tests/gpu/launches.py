@@ -84,6 +84,8 @@ def every(sizes: Sizes, device):
     yield "digest of rows", lambda: triton_digest.row_sums(rows_digest._pieces(logits), rows_digest._length(logits))
     yield "digest of columns", lambda: triton_digest.column_sums(torch.zeros(T, 1000, dtype=torch.int32, device=device))
     yield "digest of a part", lambda: triton_digest.part_sum(torch.zeros(T, 1000, dtype=torch.int16, device=device), 1000, 2000, 5)
+    whole = [logits, logits[1:], torch.zeros(70_001, device=device, dtype=torch.bfloat16)]
+    yield "digests of whole tensors", lambda: triton_digest.whole_sums(whole)
     yield from _products(sizes, device, new)
     yield from _attention(sizes, device, new)
     yield from _experts(sizes, device, new)

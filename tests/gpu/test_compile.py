@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from isoexec.ops._core import triton_digest
 from isoexec.ops._core.triton_math import COMPILE
 from isoexec.ops.activation import triton as activation
 from isoexec.ops.attention import triton as attention
@@ -74,6 +75,12 @@ def test_arithmetic_is_as_written(name):
     text = ptx(kernel, **constants)
     for what in (r"fma\.\S*f32", r"div\.(approx|full)", r"\.ftz", r"\b(atom|red)\."):
         assert not re.search(what, text), f"{name}: {re.search(what, text).group()}"
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_weights_are_digested_in_loads_of_16_bytes_where_they_lie_so(aligned):
+    text = ptx(triton_digest._segments_kernel, table="*i64", out="*i64", WIDTH=16, ALIGNED=aligned, SALT=1, BLOCK=1024)
+    assert ("ld.global.v4.b32" in text) is aligned and re.search(r"(atom|red)\.\S*add\S*64", text)
 
 
 def test_contraction_would_be_seen(monkeypatch):

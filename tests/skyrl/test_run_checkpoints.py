@@ -8,6 +8,7 @@ import pytest
 
 from isoexec.runtimes.skyrl.client import InferenceClient
 from isoexec.runtimes.skyrl.config import ConfigError
+from isoexec.runtimes.skyrl.steps import read_steps
 from isoexec.runtimes.skyrl.stream import PromptStream
 from tests.skyrl.prompts import Prompts
 
@@ -115,6 +116,7 @@ def test_a_checkpoint_of_another_run_is_refused(saving, tmp_path):
     finished.cfg.trainer.max_training_steps = 2
     with pytest.raises(ConfigError, match="max_training_steps: expected more than the checkpoint's 2"):
         finished.load_checkpoints()
+    assert read_steps(finished._steps.path) == [{"step": 2, "reward": 1 / 3}]  # it was stopped before that line was written
     (tmp_path / "global_step_2/trainer.json").write_text("{")
     with pytest.raises(ConfigError, match="global_step_2"):
         saving().load_checkpoints()

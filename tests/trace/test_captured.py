@@ -121,6 +121,42 @@ def test_parts_of_a_pass_and_products_that_add_up(pieces):
     assert recorder.finish() == plain.finish()
 
 
+def body(recorder, x, w, product):
+    """A layer and the norm after it, as an engine's forward pass."""
+    with registry.observing(recorder), registry.executing("engine_decode"):
+        recorder.begin(torch.arange(len(x)), torch.full((len(x),), 7))
+        with registry.in_layer(0):
+            y = matmul.linear(norm.rms_norm(x, w, 1e-6), product)
+        return norm.rms_norm(y, w, 1e-6)
+
+
+def tail(recorder, x, product):
+    """The head, on the last row of two sequences."""
+    with registry.observing(recorder), registry.executing("engine_decode"):
+        recorder.select(torch.tensor([1, 3]), torch.full((2,), 7))
+        matmul.lm_head(x[[1, 3]], product)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pass_that_goes_on_after_its_graph(level):
+    """As an engine's does: its head runs outside. The head is visited once, as in a pass that was not captured."""
+    x, w, product = torch.randn(4, 16).bfloat16(), torch.ones(16).bfloat16(), torch.randn(16, 16).bfloat16()
+    plain, recorder = Recorder(level), Recorder(level)
+    for _ in range(2):
+        tail(plain, body(plain, x, w, product), product)
+    with registry.observing(recorder), recorder.capturing() as captured:
+        y = body(recorder, x, w, product)
+    rows = torch.arange(4), torch.full((4,), 7)
+    for _ in range(2):  # what a graph's launch writes is what the capture wrote on a CPU
+        recorder.replayed(captured, rows, goes_on=True)
+        tail(recorder, y, product)
+    found, expected = recorder.finish(), plain.finish()
+    lists = [sorted(side["lists"], key=lambda entry: entry["layer"]) for side in (found, expected)]
+    assert lists[0] == lists[1] and [entry["passes"] for entry in lists[0]] == [2, 2]
+    by_place = {(s["layer"], s["stage"], s["occurrence"]): s for s in found["streams"]}
+    assert by_place == {(s["layer"], s["stage"], s["occurrence"]): s for s in expected["streams"]}
+
+
 def test_one_ulp_in_one_replay_is_at_one_site(step):
     recorder, (ids,) = Recorder("ops"), drawn(6)
     captured, weight = capture(step, recorder), step.layers[1].post_attention_norm

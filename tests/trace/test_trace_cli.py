@@ -13,6 +13,7 @@ from isoexec.cli import main
         (["--model", "absent"], "no such folder"),
         (["--trainer-model", "absent"], "no such folder"),
         (["--architecture", "LlamaForCausalLM"], "make_checkpoint knows"),
+        (["--cuda-graphs"], "--cuda-graphs: expected --level layers or ops"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, said):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from isoexec.cli import main
-from isoexec.contract import ExecutionContract, contract_for_model
+from isoexec.contract import ContractError, ExecutionContract, contract_for_model
 from isoexec.verify.compare import Comparison
 from isoexec.verify.run import ARMS, _Run, backend, make_options, worker_environment
 
@@ -140,6 +140,26 @@ def test_a_dtype_that_is_not_read_is_told(tmp_path, capsys):
         (tmp_path / name / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         assert main(["verify", "--model", folder, "--out", folder + "/config.json"]) == 2
         assert f"note: config.json: {name}: 'float16' is not read: both runtimes compute in bfloat16" in capsys.readouterr().err
+
+
+def test_graphs_are_refused_where_there_are_none(tmp_path, monkeypatch):
+    def made(model):
+        return make_options(model, str(tmp_path), full=False, plant=False, timeout=1.0, cuda_graphs=True)
+
+    model = dict(CONFIG)
+    monkeypatch.setattr("isoexec.verify.run.check_model", lambda folder: model)
+    if backend() == "cpu":
+        with pytest.raises(ContractError, match="--cuda-graphs: expected an environment for GPUs"):
+            made(str(tmp_path))
+    monkeypatch.setattr("isoexec.verify.run.backend", lambda: "cuda")
+    monkeypatch.setattr("isoexec.verify.run.check_backend", lambda: None)
+    plan = made(str(tmp_path)).plan
+    assert all(run.shape.cuda_graphs and "replays" in s.evidence for run in plan.engines for s in (*run.before, *run.after_sync))
+    with pytest.raises(ContractError, match="--cuda-graphs: expected --model"):
+        made(None)
+    model["layer_types"] = ["linear_attention"]
+    with pytest.raises(ContractError, match="is a hybrid"):
+        made(str(tmp_path))
 
 
 def test_a_run_that_ends_early_reports_the_models_it_has_finished(tmp_path, monkeypatch, capsys):

@@ -206,6 +206,11 @@ def is_beyond_logprob() -> bool:
     return _beyond.get()
 
 
+def count(calls: Counter[tuple[str, str | None, str]]) -> None:
+    """Ops ran again whose Python did not: a graph that was captured with them was replayed."""
+    _served.update(calls)
+
+
 def served() -> dict[tuple[str, str | None, str], int]:
     """Calls so far by (op, case, implementation); any thread may ask."""
     return dict(_served)

@@ -136,11 +136,12 @@ class Captured:
 
 
 class Replay(NamedTuple):
-    """A replay: whose rows each part held, and copies of its sheets."""
+    """A replay: whose rows each part held, copies of its sheets, and whether its pass went on after the graph."""
 
     captured: Captured
     rows: list[Rows]
     sheets: list[list[torch.Tensor]]
+    goes_on: bool = False
 
     def chunk(self, columns: list[Column]) -> tuple[Rows, dict[str, torch.Tensor]]:
         """Rows and fields of a stage, as a pass that was not captured leaves them."""

@@ -111,7 +111,7 @@ class Recorder:
         self._known = {}
         if self._capture:
             self._capture.part(self._rows)
-        if self._visits:
+        if self._current in self._visits:
             self._visits[self._current].last = None
 
     def _rows_of(self, sequence: torch.Tensor, position: torch.Tensor) -> Rows:
@@ -127,6 +127,11 @@ class Recorder:
         """The ops that follow are not recorded."""
         self._rows = None
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether passes can be captured: all that is asked for is read on the device."""
+        return self.level != "state" and not self._wanted
+
     @contextlib.contextmanager
     def capturing(self):
         """The passes inside are captured in a CUDA graph, not run: inside ``torch.cuda.graph``, and within :func:`registry.observing`.
@@ -137,7 +142,7 @@ class Recorder:
         Raises:
             ContractError: what is asked for is read by host code, which a replay does not run.
         """
-        if self.level == "state" or self._wanted:
+        if not self.can_capture:
             asked = "level state" if self.level == "state" else "rows kept whole"
             raise ContractError(f"trace: {asked}: expected level layers or ops in a captured pass; run the engine with enforce_eager")
         self._close_visits()
@@ -152,12 +157,13 @@ class Recorder:
             self._visits, self._known = {}, {}
             self.idle()
 
-    def replayed(self, captured: Captured, *rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def replayed(self, captured: Captured, *rows: tuple[torch.Tensor, torch.Tensor], goes_on: bool = False) -> None:
         """A graph with a captured pass was launched on the current stream; called before it is launched again.
 
         Args:
             captured: of that graph.
             rows: (sequence, position) for each :meth:`begin` and :meth:`select` of the captured pass; the graph's rows beyond are padding.
+            goes_on: the pass goes on after its last layer, outside the graph, as an engine's does with its head.
 
         Raises:
             ContractError: other parts than the pass has, or more rows than a part holds.
@@ -171,7 +177,19 @@ class Recorder:
         while captured.unread:
             self._weights(*captured.unread.pop(0))
         whose = [self._rows_of(*part) for part in rows]
-        self._replays.append(Replay(captured, whose, [[sheet.clone() for sheet in sheets] for _, sheets in captured.parts]))
+        sheets = [[sheet.clone() for sheet in sheets] for _, sheets in captured.parts]
+        self._replays.append(Replay(captured, whose, sheets, goes_on))
+        if goes_on:
+            self._go_on(captured, *rows[-1])
+
+    def _go_on(self, captured: Captured, sequence: torch.Tensor, position: torch.Tensor) -> None:
+        """What follows a replay belongs to the visit of the head that the captured pass began."""
+        self._close_visits()
+        self._outside = self._current = self._previous = HEAD
+        for (case, layer), found in captured.lists.items():
+            for stages in found if layer == HEAD else ():
+                self._visits[HEAD] = _Visit(case, list(stages), {stage: n + 1 for stage, n in stages}, started=True)
+        self.select(sequence, position)
 
     # --- what the registry shows ------------------------------------------------------------------------------------------
 
@@ -425,6 +443,8 @@ class Recorder:
                 stream.fields.setdefault(name, about)
             stream.chunks += [replay.chunk(part) for part in columns[key].values()]
         for place, found in replay.captured.lists.items():
+            if replay.goes_on and place[1] == HEAD:
+                continue  # counted with the stages that followed
             own = self.lists.setdefault(place, {})
             for stages, passes in found.items():
                 own[stages] = own.get(stages, 0) + passes

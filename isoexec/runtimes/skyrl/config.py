@@ -125,9 +125,13 @@ def _fit(config: TrainConfig) -> None:
     # Prompts are drawn without an end; SkyRL counts epochs to know when to stop, and maps a step to one when it resumes.
     trainer.epochs = max(trainer.epochs, (trainer.max_training_steps or 0) + 1)
     config.data.dataloader.num_workers = 0  # prompts are in memory; each worker would import torch anew
+    trainer.flash_attn = False  # isoexec builds the model; here it would only set variables that Megatron refuses
+    if own.ray_address is None:  # a cluster of the run's own has no metrics agent
+        trainer.enable_ray_gpu_monitor = engine.enable_ray_prometheus_stats = False
+    if engine.tensor_parallel_size == engine.pipeline_parallel_size == 1:
+        engine.distributed_executor_backend = "mp"  # its one worker lives in the engine's process
     if uses_gpus():
         return
-    trainer.flash_attn = False
     trainer.use_expandable_segments = engine.use_expandable_segments = False
     trainer.enable_ray_gpu_monitor = engine.enable_ray_prometheus_stats = False
     engine.distributed_executor_backend = "mp"

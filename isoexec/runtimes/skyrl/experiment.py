@@ -153,7 +153,7 @@ class Experiment(BasePPOExp):
         self.trainer.trajectory_logger = self.get_trajectory_logger()
         if uses_gpus() and self.cfg.trainer.placement.colocate_all:  # the policy needs the memory that the engines free when they sleep
             self._connect(client, starting)
-            asyncio.run(client.sleep())
+            asyncio.run(_put_to_sleep(client))
             self.trainer.build_models(PolicyActor, None, None)
         else:  # both spend most of their start importing
             self.trainer.build_models(PolicyActor, None, None)
@@ -232,3 +232,9 @@ class Experiment(BasePPOExp):
                 ray.kill(engine)
         except Exception as error:  # with its node gone there is nobody to ask
             logger.warning(f"closing the engines: {error}")
+
+
+async def _put_to_sleep(client: InferenceClient) -> None:
+    """The engines give their memory up; the client's connections end with the loop that they were made in."""
+    await client.sleep()
+    await client.teardown()

@@ -8,10 +8,12 @@ import signal
 import threading
 import time
 
+import torch
 from skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap import NewInferenceWorkerWrap
 
 from isoexec.contract import ContractError
 from isoexec.runtimes.handshake import check_process_served, process_identity
+from isoexec.runtimes.skyrl import ipc
 from isoexec.runtimes.skyrl.tensors import read_tensors, write_tensors
 from isoexec.runtimes.vllm import weights
 from isoexec.runtimes.vllm.engine import replace_weights
@@ -82,6 +84,36 @@ class EngineExtension(NewInferenceWorkerWrap):
             ValueError: a parameter is missing.
         """
         replace_weights(self.model_runner, read_tensors(path))
+        return {}
+
+    @_answering
+    def isoexec_receive_weights(self, entries: list, shared: dict) -> dict:
+        """Replace the parameters that lie in a buffer of this GPU, in place; :meth:`isoexec_end_receiving` ends the sync.
+
+        Args:
+            entries: of :func:`isoexec.runtimes.skyrl.ipc.pack`, under HF names.
+            shared: of :func:`isoexec.runtimes.skyrl.ipc.share`, by GPU.
+
+        Raises:
+            ContractError: no policy rank has this GPU.
+        """
+        if ipc.gpu() not in shared:
+            raise ContractError(f"weight sync: expected a policy rank on GPU {ipc.gpu()}, found {', '.join(shared)}; colocate them")
+        self._received = getattr(self, "_received", set())
+        self._received |= self.model_runner.get_model().load_weights(ipc.unpack(entries, ipc.opened(shared[ipc.gpu()])))
+        torch.cuda.synchronize()  # read, before the owner hears that it may be freed
+        return {}
+
+    @_answering
+    def isoexec_end_receiving(self) -> dict:
+        """The last buffer of a sync was received.
+
+        Raises:
+            ContractError: a parameter was in none.
+        """
+        missing = {name for name, _ in self.model_runner.get_model().named_parameters()} - self.__dict__.pop("_received", set())
+        if missing:
+            raise ContractError(f"weight sync: no values for {sorted(missing)}; the model mixes old and new ones: load a whole checkpoint")
         return {}
 
     @_answering

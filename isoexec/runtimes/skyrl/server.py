@@ -36,7 +36,7 @@ class Server(VLLMServerActor):
         if not uses_gpus():
             for name in _ALLOWED_BY_UPSTREAM:
                 os.environ.pop(name, None)
-        if not uses_gpus() and self._num_gpus_per_server == 1:
+        if self._num_gpus_per_server == 1 and self._use_mp_backend:
             self._cli_args.distributed_executor_backend = EXECUTOR  # the worker lives in the engine's process: one import of vLLM less
         register_model(read_config(config.trainer.policy.model.path))
 

@@ -46,8 +46,12 @@ class StepLog(TrainingCallback):
         self.resumed: dict | None = None
 
     def on_train_start(self, trainer, callback_input, control) -> None:
+        self.begin(callback_input.global_step)
+
+    def begin(self, step: int) -> None:
+        """Drop the lines after ``step``, all of them where it is 0, and write that of :attr:`resumed` if it is missing."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_steps(self.path) if line["step"] <= callback_input.global_step and callback_input.global_step > 0]
+        kept = [line for line in read_steps(self.path) if line["step"] <= step and step > 0]
         if self.resumed is not None and not any(line["step"] == self.resumed["step"] for line in kept):
             kept.append(self.resumed)
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))

@@ -291,14 +291,15 @@ class Trainer(RayPPOTrainer):
                     f"checkpoint {str(folder)!r}: {name}: this run has {wanted!r}, the checkpoint {state[name]!r}; resume with the same, "
                     "or start a new run in another isoexec.out"
                 )
+        self._steps.resumed = state.get("line")
         if state["step"] >= self.cfg.trainer.max_training_steps:
+            self._steps.begin(state["step"])
             raise ConfigError(
                 f"trainer.max_training_steps: expected more than the checkpoint's {state['step']}, found "
                 f"{self.cfg.trainer.max_training_steps}; raise it, there is nothing left to do"
             )
         self.dispatch.load_checkpoint("policy", str(folder / "policy"))
         self.train_dataloader.load_state_dict(state["stream"])
-        self._steps.resumed = state.get("line")
         for _ in range(state["step"]):  # the syncs of the run that is continued
             self.inference_engine_client.increment_weight_version()
         return state["step"], str(folder)

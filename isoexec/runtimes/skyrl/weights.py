@@ -1,12 +1,13 @@
 """The way of the weights from policy to engines: a handshake, the transfer, a flushed prefix cache, the comparison of what arrived.
 
-On the CPU, and of models that keep some parameters in fp32, a safetensors file in shared memory passes them; else with GPUs SkyRL's IPC and
-NCCL senders do, fed by isoexec's mapping.
+On the CPU a safetensors file in shared memory passes them. On GPUs that policy and engines share, their own memory does. Between GPUs, and
+without a contract, SkyRL's senders do, fed by isoexec's mapping, or the file where a model keeps some parameters in fp32.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import tempfile
 import time
@@ -23,14 +24,19 @@ from isoexec.runtimes.megatron.checkpoint import manifest_of_ranks
 from isoexec.runtimes.megatron.exchange import gather_texts
 from isoexec.runtimes.megatron.hf_files import HFFiles
 from isoexec.runtimes.megatron.mapping import entries
+from isoexec.runtimes.skyrl import ipc
 from isoexec.runtimes.skyrl.config import SYNC_VARIABLE, uses_gpus
 from isoexec.runtimes.skyrl.tensors import write_tensors
 
 
 def make_sync(worker) -> Sync:
-    """The transfer that this machine has, and that the model's dtypes allow: SkyRL's buffers hold one."""
+    """The transfer that this machine and this run have, and that the model's dtypes allow: SkyRL's buffers hold one."""
+    if not uses_gpus():
+        return SharedMemorySync(worker)
+    if worker.contract is not None and worker.cfg.placement.colocate_all:
+        return IpcSync(worker)
     one_dtype = not any(entry.fp32 for entry in entries(worker.hf_config))
-    return UpstreamSync(worker) if uses_gpus() and one_dtype else SharedMemorySync(worker)
+    return UpstreamSync(worker) if one_dtype else SharedMemorySync(worker)
 
 
 class Sync:
@@ -131,6 +137,27 @@ class SharedMemorySync(Sync):
             path = Path(folder) / "model.safetensors"
             write_tensors(path, HFFiles(self.worker.folder).in_stored_form(tensors))
             await client.call("isoexec_load_weights", path=str(path))
+
+
+class IpcSync(Sync):
+    """Through memory of the GPU on which a policy rank and an engine live: buffers of any dtypes, whose handles pass."""
+
+    async def _transfer(self, client, engine_config) -> None:
+        limit = int(engine_config.weight_transfer_threshold_cuda_ipc_GB * (1 << 30))
+        device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.empty_cache()
+        with self.worker.memory_to_share():
+            tensors = HFFiles(self.worker.folder).in_stored_form(self.worker.hf_tensors(device))
+            for packed_entries, packed in ipc.pack(tensors.items(), limit, device):
+                torch.cuda.synchronize()
+                shared = dict(json.loads(text) for text in gather_texts(json.dumps([ipc.gpu(), ipc.share(packed)])))
+                if dist.get_rank() == 0:
+                    await client.call("isoexec_receive_weights", entries=packed_entries, shared=shared)
+                dist.barrier()  # the engines have read it
+                del packed
+                torch.cuda.ipc_collect()
+        if dist.get_rank() == 0:
+            await client.call("isoexec_end_receiving")
 
 
 class UpstreamSync(Sync):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
+from ctypes.util import find_library
 from pathlib import Path
 
 import torch
@@ -154,6 +155,10 @@ class PolicyWorker(MegatronPolicyWorkerBase):
         if uses_gpus():
             super().backload_to_gpu(*args, **kwargs)
 
+    def _set_numa_affinity(self, rank: int) -> None:
+        if find_library("numa"):  # where there is none, upstream asks this program for libnuma's functions
+            super()._set_numa_affinity(rank)
+
     # --- weights ----------------------------------------------------------------------------------------------------------------
 
     async def init_weight_sync_state(self, client, engine_config) -> None:
@@ -171,6 +176,10 @@ class PolicyWorker(MegatronPolicyWorkerBase):
     async def send_upstream(self, client, engine_config) -> None:
         """SkyRL's transfer by IPC or NCCL, for GPUs."""
         await super().broadcast_to_inference_engines(client, engine_config)
+
+    def memory_to_share(self):
+        """Context in which the GPU memory that is allocated can be opened by another process."""
+        return self._expandable_segments_disabled_for_sync()
 
     def begin_weight_digests(self) -> PendingDigests:
         """Launch the digests of the weights; every rank calls, and makes the manifest of them by ``manifest_of_ranks``."""

@@ -70,6 +70,7 @@ class RolloutEngine:
         max_model_len: int = 512,
         kv_cache_tokens: int | None = None,
         block_size: int = 32,
+        cuda_graphs: bool = False,
         **engine_args,
     ):
         """
@@ -82,6 +83,7 @@ class RolloutEngine:
             kv_cache_tokens: size of the KV cache, a multiple of ``block_size``; None holds every sequence at full length, less makes
                 the scheduler preempt. In a hybrid, the state of a sequence in a group of Gated DeltaNet layers takes a block of it.
             block_size: tokens of a cache block; a hybrid's is the least multiple that holds a state.
+            cuda_graphs: capture decode steps, on a GPU.
             engine_args: further arguments of ``vllm.LLM``.
 
         Raises:
@@ -107,6 +109,11 @@ class RolloutEngine:
             engine_args = {"language_model_only": True, **engine_args}
         if "linear_attention" in config.get("text_config", config).get("layer_types", ()):
             engine_args = {"mamba_ssm_cache_dtype": "float32", **engine_args}  # upstream's CPU kernel takes no other
+        if cuda_graphs:
+            from isoexec.runtimes.vllm import graphs
+
+            engine_args = {**graphs.arguments(max_num_seqs), **engine_args}
+        self._captured_for, self._captures = None, cuda_graphs
         self._llm = LLM(
             **{
                 "model": str(model),
@@ -187,15 +194,29 @@ class RolloutEngine:
         salt = {} if self._contract is None else {"cache_salt": f"weights {self._syncs}"}
         inputs = [{"prompt_token_ids": prompt, **salt} for prompt in prompts]
         observer = registry.current_observer()
-        if observer is None:
-            return self._run(inputs, params, evict_at)
-        from isoexec.runtimes.vllm import step
-        from isoexec.runtimes.vllm.step_rows import StepRows
+        with self._graphs_for(observer):
+            if observer is None:
+                return self._run(inputs, params, evict_at)
+            from isoexec.runtimes.vllm import step
+            from isoexec.runtimes.vllm.step_rows import StepRows
 
-        if observer is not self._observer:
-            self._observer, self._first_observed = observer, self._llm.request_counter.counter
-        with step.observed(StepRows(self._runner, self._first_observed)):
-            return self._run(inputs, params, evict_at)
+            if observer is not self._observer:
+                self._observer, self._first_observed = observer, self._llm.request_counter.counter
+            with step.observed(StepRows(self._runner, self._first_observed)):
+                return self._run(inputs, params, evict_at)
+
+    def _graphs_for(self, observer):
+        """Context in which this engine's graphs, if it has any, record for ``observer``; without them where a replay cannot tell it."""
+        if not self._captures:
+            return contextlib.nullcontext()
+        from isoexec.runtimes.vllm import graphs
+
+        if observer is not None and not observer.can_capture:
+            return graphs.eager(self._runner)
+        if observer is not self._captured_for:
+            graphs.recapture(self._runner)
+            self._captured_for = observer
+        return contextlib.nullcontext()
 
     def _run(self, inputs: list[dict], params: list, evict_at: Sequence[int]) -> list:
         self._llm.enqueue(inputs, params, use_tqdm=False)
@@ -244,6 +265,13 @@ class RolloutEngine:
         """
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset the prefix cache; wait until no sequence is running")
+
+    @property
+    def num_replays(self) -> int:
+        """Decode steps of this process that were replays of CUDA graphs."""
+        from isoexec.runtimes.vllm import graphs
+
+        return sum(graphs.replays().values())
 
     def load_weights(self, path: str | os.PathLike) -> None:
         """Replace the model's parameters in place and forget every cached prefix, which the old ones computed.

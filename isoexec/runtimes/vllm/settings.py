@@ -17,7 +17,6 @@ ENGINE = (
     Setting("model_config.model_impl", ("auto", "vllm"), UNROUTED),
     Setting("model_config.dtype", (torch.bfloat16,), "parameters and activations are bf16 in the trainer"),
     Setting("model_config.quantization", (None,), "matrix products would be quantised"),
-    Setting("model_config.enforce_eager", (True,), "compiled or captured graphs fuse ops and run without the op registry"),
     Setting("model_config.logprobs_mode", ("processed_logprobs",), _DISTRIBUTION),
     Setting("model_config.logits_processors", (None,), _DISTRIBUTION),
     Setting("model_config.enable_prompt_embeds", (False,), "the trainer computes embeddings from token ids"),
@@ -36,6 +35,13 @@ ENGINE = (
     Setting("parallel_config.enable_expert_parallel", (False,), UNPROVEN),
     Setting("parallel_config.enable_dbo", (False,), UNPROVEN),
 )
+
+#: Without ``enforce_eager``; vLLM's names of the values.
+_GRAPHS = (
+    Setting("compilation_config.mode.name", ("NONE",), "compiled graphs fuse ops"),
+    Setting("compilation_config.cudagraph_mode.name", ("FULL_DECODE_ONLY",), "decode steps alone are captured whole"),
+)
+_EAGER = (Setting("model_config.enforce_eager", (True,), "captured passes are proven on GPUs, for attention alone"),)
 
 _TEXT_ONLY = (Setting("model_config.multimodal_config", (None,), UNROUTED),)
 _LANGUAGE_MODEL = (
@@ -112,8 +118,16 @@ def check(contract: ExecutionContract, config) -> None:
         )
     check_settings((*ENGINE, *ENGINE_OF[contract.architecture]), config)
     text_config = config.model_config.hf_text_config
+    _check_graphs(contract, config, text_config)
     check_checkpoint(contract.architecture, text_config)
     _check_numerics(contract, text_config)
+
+
+def _check_graphs(contract: ExecutionContract, config, text_config) -> None:
+    """Decode steps may be captured where a captured step has been proven."""
+    if not config.model_config.enforce_eager:
+        hybrid = "linear_attention" in (getattr(text_config, "layer_types", None) or ())
+        check_settings(_EAGER if contract.backend == "cpu" or hybrid else _GRAPHS, config)
 
 
 def _check_numerics(contract: ExecutionContract, text_config) -> None:

@@ -28,6 +28,13 @@ def begin(max_query_len: int | None) -> str:
     return case
 
 
+def begin_replay() -> tuple | None:
+    """A captured forward pass of single tokens was replayed; the rows that it held, where an observer wants to know."""
+    _case.set("engine_decode")
+    rows = _rows.get()
+    return None if registry.current_observer() is None or rows is None else rows.tokens()
+
+
 def current() -> str:
     """Case of the step whose forward pass began last."""
     return _case.get()

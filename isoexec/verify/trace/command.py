@@ -49,6 +49,7 @@ def add_verbs(parser, formatter) -> None:
         default="state",
         help="layers: the residual stream only; ops: every op; state: also caches and recurrent states (default: %(default)s)",
     )
+    run.add_argument("--cuda-graphs", action="store_true", help="capture the engine's decode steps, on a GPU; for levels layers and ops")
     run.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="longest wait for one answer of a process")
     run.add_argument(
         "--out", default="out", metavar="FOLDER", help="for logs, and for the bundle where --bundle is not given (default: out)"
@@ -84,6 +85,8 @@ def _run(options) -> int:
     for name, value in (("prompts", options.prompts), ("tokens", options.tokens)):
         if value < 1:
             raise ContractError(f"--{name} {value}: expected at least 1")
+    if options.cuda_graphs and options.level == "state":
+        raise ContractError("--cuda-graphs: expected --level layers or ops: what caches hold is read by host code, which no replay runs")
     for model in (options.model, options.trainer_model):
         if model is not None and (note := dtype_note(check_model(model))):
             print(f"isoexec: note: {note}", file=sys.stderr)

@@ -26,6 +26,7 @@ class Mismatch:
         rows: row digests of both sides by sequence, or None.
         traced: how to run both again.
         about: JSON values for the bundle.
+        level: what to record.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Mismatch:
     rows: tuple[list, list] | None
     traced: Traced
     about: dict
+    level: str = "state"
 
     def different(self) -> list[int]:
         """Sequences whose logprobs or rows differ."""
@@ -77,7 +79,8 @@ def trace_mismatch(mismatch: Mismatch, out: Path) -> Traceback:
         sides = zip(mismatch.prompts, mismatch.tokens, mismatch.engine, mismatch.trainer)
         return {n: Sequence(p + t, len(p), {"engine": a, "trainer": b}) for n, (p, t, a, b) in enumerate(sides)}
 
+    only = mismatch.different()[:MOST_SEQUENCES]
     try:
-        return Traceback(file, trace(mismatch.traced, sequences, file, mismatch.about, only=mismatch.different()[:MOST_SEQUENCES]))
+        return Traceback(file, trace(mismatch.traced, sequences, file, mismatch.about, level=mismatch.level, only=only))
     except OperationFailed as error:
         return Traceback(None, None, str(error))

@@ -17,7 +17,7 @@ from isoexec.verify.progress import Progress
 from isoexec.verify.prompts import make_prompts, packings, request_seeds
 from isoexec.verify.protocol import WorkerError, WorkerGroup, WorkerRefused
 from isoexec.verify.arguments import check_model, text_config
-from isoexec.verify.run import backend, check_backend, worker_environment
+from isoexec.verify.run import backend, check_backend, check_graphs, worker_environment
 from isoexec.verify.settings import MAX_MODEL_LEN
 from isoexec.verify.trace.bundle import Sequence
 from isoexec.verify.trace.report import Report
@@ -39,6 +39,8 @@ def run(options) -> tuple[Report | None, Path, list[str]]:
     with tempfile.TemporaryDirectory(prefix="isoexec-trace-") as work, WorkerGroup(out / "logs") as group:
         work = Path(work)
         batch = _recorded_batch(options.mismatch, work) if options.mismatch else _made_batch(options, work)
+        if options.cuda_graphs:
+            check_graphs(batch.model)
         try:
             session = _Session(options, batch, work, group)
             found = session.trace(file)
@@ -173,7 +175,7 @@ class _Session:
             group.start(name, f"isoexec.verify.{name}_worker", worker_environment(contract)) for name in ("engine", "trainer")
         )
         self._progress(f"two processes import their frameworks; logs: {options.out}/logs")
-        shape = dict(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=batch.max_model_len)
+        shape = dict(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=batch.max_model_len, cuda_graphs=options.cuda_graphs)
         self._engine.call("open", options.timeout, model=str(batch.model), contract=str(contract), shape=shape)
         self._trainer.call("open", options.timeout, model=str(batch.trainer_model), contract=str(contract), learning_rate=1e-3)
 
