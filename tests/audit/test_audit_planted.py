@@ -120,6 +120,16 @@ class TestTrainer:
         assert found["strays"] == []
         assert set(found["cases"]) == set(TRAINER) and all(case["ops"] and case["inside"] for case in found["cases"].values())
 
+    def test_where_logprobs_alone_are_wanted(self, audit_trainer, monkeypatch):
+        """A trainer's own path makes no logits of a whole batch, but tiles of them."""
+        from isoexec.ops.logprob import of_hidden
+
+        monkeypatch.setattr(of_hidden, "LOGIT_BYTES", 1 << 14)
+        assert audit_trainer()["strays"] == []
+        rows = of_hidden._rows
+        monkeypatch.setattr(of_hidden, "_rows", lambda *arguments: rows(*arguments) * 1.0)  # tiles
+        assert_outside_layers(audit_trainer(), TRAINER, "tiles", "aten.mul.Tensor")
+
     @pytest.mark.parametrize("name", [name for name in IN_LAYERS if name != "bits"])  # which have no gradient
     def test_in_a_layer(self, audit_trainer, monkeypatch, name):
         replacement, expected = IN_LAYERS[name]

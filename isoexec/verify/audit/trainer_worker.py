@@ -44,10 +44,11 @@ class TrainerAudit:
         pairs = [(prompt, tokens) for prompt, tokens in sequences]
         with evidence(recorder) as found:
             for running, arguments in PASSES.items():  # noqa: B007 (the recorder reads it)
-                with recorder.observing():
-                    scores = self._trainer.logprobs(pairs, temperature=_TEMPERATURE, packing=packing, with_rows=True, **arguments)
-                    for score in scores:
-                        recorder.expect_logprob(score.logprobs)
+                for rows in (True, False):  # logprobs alone are computed without logits
+                    with recorder.observing():
+                        scores = self._trainer.logprobs(pairs, temperature=_TEMPERATURE, packing=packing, with_rows=rows, **arguments)
+                        for score in scores:
+                            recorder.expect_logprob(score.logprobs)
         return found
 
     def close(self) -> None:
