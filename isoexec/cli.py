@@ -228,6 +228,8 @@ def _train(options) -> int:
         raise ContractError(f"expected one recipe, found {', '.join(names)}; an override is KEY=VALUE")
     recipe = names[0] if names else launch.DEFAULT
     overrides = [word for word in options.words if word not in names] + ([f"isoexec.arm={options.arm}"] if options.arm else [])
+    if options.cfg and options.compare:
+        raise ContractError("--cfg job --compare: expected one of the two; an arm's configuration is --cfg job --arm NAME")
     if options.cfg:
         launch.show(recipe, overrides)
         return 0

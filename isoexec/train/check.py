@@ -10,8 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from isoexec.contract import ContractError, read_config
 from isoexec.contract.weights import check_weights
-from isoexec.runtimes.skyrl.config import ConfigError, check_numbers, resolve
+from isoexec.runtimes.skyrl import environments
+from isoexec.runtimes.skyrl.config import TrainConfig, check_numbers, resolve
 from isoexec.runtimes.skyrl.layout import layout_of, run_contract
+from isoexec.runtimes.skyrl.schema import ConfigError, check_types
 from isoexec.train import data
 from isoexec.train.section import RecipeSection, recipe_section
 
@@ -44,6 +46,7 @@ def prepare(composed: DictConfig) -> Ready:
     """
     config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
     with _one_line():
+        check_types(OmegaConf.to_container(config), TrainConfig)
         check_numbers(OmegaConf.to_container(config))
     recipe = recipe_section(OmegaConf.to_container(config.pop("recipe")))
     _check_backend(recipe)
@@ -52,14 +55,14 @@ def prepare(composed: DictConfig) -> Ready:
     context = _check_model(config)
     if recipe.task is None:
         _check_files(config)
-    elif type(config.isoexec.seed) is not int:
-        raise ContractError(f"isoexec.seed: expected a whole number, from which problems are drawn, found {config.isoexec.seed!r}")
     tokenizer = _tokenizer(config.trainer.policy.model.path)
     if recipe.task is not None:
         folder = Path(config.isoexec.out) / "data"
         train, held_out = data.write_task(recipe.task, config.isoexec.seed, folder)
         config.data.train_data, config.data.val_data = [str(train)], [str(held_out)]
     _check_run(config)
+    with _one_line():
+        environments.register(config.isoexec.environments, config.environment.env_class)
     return Ready(config, recipe, _check_prompts(config, recipe, tokenizer, context))
 
 
@@ -139,7 +142,7 @@ def _check_prompts(config: DictConfig, recipe: RecipeSection, tokenizer, context
     limit = config.trainer.max_prompt_length
     found = {}
     for file in (*config.data.train_data, *config.data.val_data):
-        lengths = data.check_file(Path(file), config.environment.env_class, tokenizer, limit)
+        lengths = data.check_file(Path(file), config.environment.env_class, tokenizer, limit, environments.names())
         if lengths.too_long and not recipe.drop_long_prompts:
             raise ContractError(
                 f"{file}: {lengths.too_long} of {lengths.prompts} prompts have more than trainer.max_prompt_length = {limit} tokens, "
@@ -148,4 +151,10 @@ def _check_prompts(config: DictConfig, recipe: RecipeSection, tokenizer, context
         if lengths.too_long == lengths.prompts:
             raise ContractError(f"{file}: every prompt has more than trainer.max_prompt_length = {limit} tokens; nothing is left")
         found[file] = lengths
+    batch, usable = config.trainer.train_batch_size, sum(found[file].prompts - found[file].too_long for file in config.data.train_data)
+    if usable < batch:
+        raise ContractError(
+            f"data.train_data: expected at least trainer.train_batch_size = {batch} prompts of at most trainer.max_prompt_length tokens, "
+            f"found {usable}"
+        )
     return found

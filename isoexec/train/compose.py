@@ -13,8 +13,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from isoexec.contract import ContractError
+from isoexec.runtimes.skyrl.config import TrainConfig
+from isoexec.runtimes.skyrl.schema import ConfigError, check_types
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -33,30 +36,30 @@ def compose(recipe: str, overrides: list[str], folder: Path = RECIPES) -> DictCo
         overrides: in Hydra's grammar, e.g. ``trainer.train_batch_size=16``, ``hardware=gpu``, ``+recipe.task.config.min_digits=2``.
 
     Raises:
-        ContractError: unknown recipe, an override that does not parse or names no key.
+        ContractError: unknown recipe, a file that is no YAML, an override that does not parse or names no key, a value of another type.
     """
     if recipe not in recipe_names(folder):
         raise ContractError(f"recipe {recipe!r} is unknown; there are {', '.join(recipe_names(folder))}")
-    ConfigStore.instance().store(name="skyrl", node=_skyrl_defaults(), package="_global_", provider="skyrl")
+    ConfigStore.instance().store(name="skyrl", node=_defaults(TrainConfig), package="_global_", provider="skyrl")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             config = hydra_compose(recipe, overrides)
+        if not OmegaConf.is_dict(config.get("recipe")) or "folder" not in config.recipe:
+            raise ConfigError(f"recipe: expected the section that `base: isoexec` among a recipe's defaults begins, found {config.get('recipe')!r}")
         config.recipe.folder = str(folder)
-        return OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-    except (HydraException, OmegaConfBaseException) as error:
+        if OmegaConf.select(config, "isoexec.seed", default=0) is None:
+            raise ConfigError("isoexec.seed: expected a whole number, from which problems and samples are drawn, found null")
+        plain = OmegaConf.to_container(config, resolve=True)
+        check_types(plain, TrainConfig, whole=True)
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeError, ConfigError) as error:
         raise ContractError(f"recipe {recipe}: {_one_line(error)}") from error
+    return OmegaConf.create(plain)
 
 
 def as_yaml(config: DictConfig) -> str:
     """What ``--cfg job`` prints."""
     return OmegaConf.to_yaml(config, sort_keys=False)
-
-
-def _skyrl_defaults() -> dict:
-    from isoexec.runtimes.skyrl.config import TrainConfig
-
-    return _defaults(TrainConfig)
 
 
 def _defaults(cls) -> dict:

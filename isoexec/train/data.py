@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def write_task(section: TaskSection, seed: int, folder: Path) -> tuple[Path, Pat
     return tasks.write(folder / "train.jsonl", task, train), tasks.write(folder / "held_out.jsonl", task, held_out)
 
 
-def check_file(path: Path, env_class: str, tokenizer, limit: int) -> Lengths:
+def check_file(path: Path, env_class: str, tokenizer, limit: int, known: Collection[str] | None = None) -> Lengths:
     """Every row has what its environment needs, and its prompt fits.
 
     Args:
@@ -43,6 +43,7 @@ def check_file(path: Path, env_class: str, tokenizer, limit: int) -> Lengths:
         env_class: of rows that name none.
         tokenizer: with a chat template.
         limit: tokens that a prompt may have, the template's included.
+        known: environments that a row may name; None: any.
 
     Raises:
         ContractError: the file cannot be read, holds no row, or a row lacks a column or has a prompt of another form.
@@ -50,7 +51,11 @@ def check_file(path: Path, env_class: str, tokenizer, limit: int) -> Lengths:
     lengths = []
     for number, row in enumerate(_rows(path)):
         where = f"{path}, row {number}"
-        _check_columns(row, row.get("env_class") or env_class, where)
+        own = row.get("env_class") or env_class
+        if not isinstance(own, str) or (known is not None and own not in known):
+            expected = "a name" if known is None else f"one of {', '.join(sorted(known))}"
+            raise ContractError(f"{where}: env_class: expected {expected}, found {own!r}; isoexec.environments names others")
+        _check_columns(row, own, where)
         try:
             tokens = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
         except Exception as error:  # templates raise what they like

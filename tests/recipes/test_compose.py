@@ -115,18 +115,46 @@ REFUSED = [
     (["trainer.policy.optimizer_config.adam_betas=[0.9,inf]"], "adam_betas.1: expected a finite number, found inf"),
     (["isoexec.seed=-1"], "isoexec.seed: expected 0 to 4294967295, found -1"),
     (["isoexec.seed=4294967296"], "isoexec.seed: expected 0 to 4294967295, found 4294967296"),
-    (["isoexec.seed=null"], "isoexec.seed: expected a whole number, from which problems are drawn, found None"),
+    (["isoexec.seed=null"], "isoexec.seed: expected a whole number, from which problems and samples are drawn, found null"),
     (["trainer.policy.megatron_config.pipeline_model_parallel_size=2"], "configuration: policy_world_size 1 should be divisible"),
     (["generator.inference_engine.tensor_parallel_size=2"], "inference_engine.tensor_parallel_size: expected 1, found 2: an engine"),
     (["trainer.algorithm.policy_loss_type=none"], "policy_loss_type"),
+    (["trainer.max_prompt_length=abc"], "trainer.max_prompt_length: expected int, found 'abc'"),
+    (["trainer.max_prompt_length=null"], "trainer.max_prompt_length: expected int, found null"),
+    (["~trainer.policy"], "trainer.policy: must be given; an override took it out"),
+    (["recipe=null"], "recipe: expected the section that `base: isoexec`"),
+    (["isoexec=null"], "recipe tiny: "),
+    (["isoexec.out=null"], "isoexec.out: expected str, found null"),
+    (["trainer.policy.model.path=5"], "trainer.policy.model.path: expected str, found 5"),
+    (["isoexec.environments=null"], "isoexec.environments: expected a mapping to str, found null"),
+    (["isoexec.environments.reasoning_gym=null"], "isoexec.environments: expected a mapping to str, found {'reasoning_gym': None}"),
+    (["isoexec.contract=5"], "isoexec.contract: expected str, found 5"),
+    (["isoexec.ray_address=5"], "isoexec.ray_address: expected str, found 5"),
+    (["trainer.ckpt_path=null"], "trainer.ckpt_path: expected str, found null"),
+    (["generator.inference_engine.engine_init_kwargs=null"], "engine_init_kwargs: expected a mapping, found null"),
+    (["recipe.task=null", "data.train_data=foo.parquet"], "data.train_data: expected a list of str, found 'foo.parquet'"),
+    (["trainer.resume_mode=lates"], "trainer.resume_mode: expected None or 'none' or 'latest' or 'from_path', found 'lates'"),
+    (["trainer.algorithm.use_kl_loss=true"], "use_kl_loss: expected False, found True: a run has no reference model"),
+    (["trainer.algorithm.use_kl_in_reward=true"], "use_kl_in_reward: expected False"),
+    (["isoexec.sync_folder=/nowhere"], "isoexec.sync_folder: expected a folder that can be written to, found '/nowhere'"),
+    (["trainer.logger=foo"], "trainer.logger: expected 'wandb' or .*, found 'foo'"),
+    (["trainer.algorithm.dynamic_sampling.type=foo"], "dynamic_sampling.type: expected None or 'filter' or 'replace', found 'foo'"),
+    (["generator.eval_sampling_params.temperature=-1"], "eval_sampling_params.temperature: expected at least 0, found -1"),
+    (["trainer.policy.optimizer_config.adam_betas=[2,3]"], "adam_betas: expected two numbers from 0 to below 1, found .2, 3."),
+    (["trainer.algorithm.eps_clip_high=-1"], "eps_clip_high: expected at least 0, found -1"),
+    (["trainer.algorithm.overlong_buffer_len=-3"], "overlong_buffer_len: expected 0 to .*max_generate_length, 8, found -3"),
+    (["trainer.algorithm.overlong_buffer_len=100"], "overlong_buffer_len: expected 0 to .*max_generate_length, 8, found 100"),
+    (["trainer.seed=5"], "trainer.seed: expected isoexec.seed, 0, found 5"),
+    (["environment.env_class=nosuch"], "environment.env_class: expected one of .*reasoning_gym.*, found 'nosuch'"),
+    (["trainer.train_batch_size=96"], "data.train_data: expected at least trainer.train_batch_size = 96 prompts .*, found 64"),
 ]
 
 
 @pytest.mark.parametrize("overrides, message", REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
 def test_what_cannot_run_is_refused_before_anything_starts(composed, tmp_path, overrides, message):
-    config = composed("tiny", "recipe.task.train=64", "recipe.task.held_out=16", *overrides)
-    config.isoexec.out = str(tmp_path)
     with pytest.raises(ContractError, match=message) as error:
+        config = composed("tiny", "recipe.task.train=64", "recipe.task.held_out=16", *overrides)
+        config.isoexec.out = str(tmp_path)
         prepare(config)
     assert "\n" not in str(error.value)
 
@@ -151,3 +179,19 @@ def test_the_recipe_that_the_readme_writes_is_one_that_can_run(tmp_path):
     groups = [folder for folder in RECIPES.iterdir() if folder.is_dir() and folder.name != "start"]
     for file in (file for group in groups for file in group.iterdir()):
         assert f"`{file.stem}`" in text, f"{file} is not in the table of recipes/README.md"
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"defaults: [\n", "recipe mine: .*while parsing"),
+        (b"trainer: \xff\n", "recipe mine: .*decode"),
+        (b"trainer:\n  max_training_steps: 3\n", "recipe mine: recipe: expected the section that `base: isoexec`"),
+    ],
+    ids=["no YAML", "not UTF-8", "without base"],
+)
+def test_a_recipe_that_cannot_be_read_is_one_line(tmp_path, content, message):
+    (tmp_path / "mine.yaml").write_bytes(content)
+    with pytest.raises(ContractError, match=message) as error:
+        compose("mine", [], tmp_path)
+    assert "\n" not in str(error.value)

@@ -48,11 +48,13 @@ def test_parquet_and_json_lines_are_the_same(tmp_path, tokenizer):
         ([GOOD | {"prompt": []}], "expected a list of messages"),
         ([GOOD | {"prompt": [{"role": "user"}]}], "expected a list of messages"),
         ([], "expected rows, found none"),
+        ([GOOD | {"env_class": ["x"]}], "row 0: env_class: expected one of aime, reasoning_gym, found .'x'."),
+        ([GOOD, GOOD | {"env_class": "x"}], "row 1: env_class: expected one of aime, reasoning_gym, found 'x'"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, tokenizer, rows, message):
     with pytest.raises(ContractError, match=message):
-        check_file(lines(tmp_path / "a.jsonl", *rows), "aime", tokenizer, 50)
+        check_file(lines(tmp_path / "a.jsonl", *rows), "aime", tokenizer, 50, {"aime", "reasoning_gym"})
 
 
 def test_a_row_without_an_environment_takes_the_run_s(tmp_path, tokenizer):

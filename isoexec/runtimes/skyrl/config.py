@@ -4,9 +4,8 @@ import copy
 import dataclasses
 import functools
 import math
+import os
 import traceback
-import types
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig, TrainerConfig
 from skyrl.train.config.config import BaseConfig
 from skyrl.train.utils import validate_cfg
+from skyrl.train.utils.tracking import Tracking
 
 from isoexec.contract import CONTRACT_VARIABLE
+from isoexec.runtimes.skyrl.schema import ConfigError, check_types
 
 ARMS = ("isoexec", "native")
 ON_MISMATCH = ("stop", "warn")
@@ -25,10 +26,6 @@ ON_MISMATCH = ("stop", "warn")
 SYNC_VARIABLE = "ISOEXEC_SYNC_FOLDER"
 #: Tells an actor of a run on the CPU to see no GPU. Ray itself must see as many as it counts.
 HIDE_VARIABLE = "ISOEXEC_HIDE_GPUS"
-
-
-class ConfigError(ValueError):
-    """A setting with which no run can start; one line that names it, what was expected, what was found and what to do."""
 
 
 @dataclass
@@ -83,7 +80,7 @@ def resolve(config: TrainConfig | DictConfig | dict) -> TrainConfig:
         ConfigError: an entry is unknown, mistyped or asks for what the run cannot do.
     """
     try:
-        typed = copy.deepcopy(config) if isinstance(config, TrainConfig) else TrainConfig.from_dict_config(OmegaConf.create(config))
+        typed = _typed(config)
         _fit(typed)
         _check(typed)
         validate_cfg(typed)
@@ -93,6 +90,15 @@ def resolve(config: TrainConfig | DictConfig | dict) -> TrainConfig:
     except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError) as error:  # SkyRL checks some types by using them
         raise ConfigError(f"configuration: {_said(error)}") from error
     return typed
+
+
+def _typed(config) -> TrainConfig:
+    if isinstance(config, TrainConfig):
+        check_types(dataclasses.asdict(config), TrainConfig, whole=True)
+        return copy.deepcopy(config)
+    given = OmegaConf.create(config)
+    check_types(OmegaConf.to_container(given, resolve=True), TrainConfig)
+    return TrainConfig.from_dict_config(given)
 
 
 def _said(error: Exception) -> str:
@@ -114,6 +120,8 @@ def _fit(config: TrainConfig) -> None:
     own.out = str(Path(own.out).expanduser().resolve())
     if own.seed is None:
         own.seed = trainer.seed
+    if trainer.seed not in (own.seed, _DEFAULTS.seed):
+        raise ConfigError(f"trainer.seed: expected isoexec.seed, {own.seed}, found {trainer.seed}; a run has one seed, isoexec.seed")
     trainer.seed = own.seed
     folders = {"ckpt_path": "checkpoints", "export_path": "exports", "log_path": "logs"}
     for name, folder in folders.items():  # SkyRL's defaults lie in the user's home and in /tmp
@@ -187,24 +195,6 @@ def check_numbers(config: Mapping) -> None:
             raise ConfigError(f"{path}: expected at least 1, found {count}")
 
 
-def _check_types(config, path: str = "") -> None:
-    """Refuse a value of another type than a number's or a switch's field declares; SkyRL takes any, and stumbles over it in an actor."""
-    hints = typing.get_type_hints(type(config))
-    for field_ in dataclasses.fields(config):
-        value, where = getattr(config, field_.name), f"{path}{field_.name}"
-        if dataclasses.is_dataclass(value):
-            _check_types(value, f"{where}.")
-            continue
-        hint = hints[field_.name]
-        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        kinds = set(typing.get_args(hint) if union else (hint,)) - {type(None)}
-        if value is None or not all(kind in (int, float, bool) for kind in kinds):
-            continue
-        if type(value) not in (kinds | {int} if float in kinds else kinds):
-            expected = " or ".join(sorted(kind.__name__ for kind in kinds))
-            raise ConfigError(f"{where}: expected {expected}, found {value!r}")
-
-
 def _floats(value, path: str) -> Iterator[tuple[str, float]]:
     """Every float below ``path``, and where it is."""
     if isinstance(value, float):
@@ -219,7 +209,6 @@ def _entry(config: Mapping, path: str):
 
 
 def _check(config: TrainConfig) -> None:
-    _check_types(config)
     check_numbers(dataclasses.asdict(config))
     own, trainer, generator = config.isoexec, config.trainer, config.generator
     _one_of("isoexec.arm", own.arm, ARMS)
@@ -231,6 +220,13 @@ def _check(config: TrainConfig) -> None:
     _one_of("trainer.policy.model.lora.rank", trainer.policy.model.lora.rank, (0,))
     _one_of("trainer.mtp.enabled", trainer.mtp.enabled, (False,))
     _one_of("trainer.policy.megatron_config.freeze_moe_router", trainer.policy.megatron_config.freeze_moe_router, (False,))
+    _one_of("trainer.resume_mode", trainer.resume_mode, (None, "none", "latest", "from_path"))
+    for name in ("use_kl_loss", "use_kl_in_reward"):
+        _one_of(f"trainer.algorithm.{name}", getattr(trainer.algorithm, name), (False,), "a run has no reference model")
+    _check_algorithm(trainer.algorithm, generator)
+    _one_of("trainer.logger", trainer.logger, tuple(Tracking.supported_backends))
+    if not os.access(own.sync_folder, os.W_OK | os.X_OK) or not Path(own.sync_folder).is_dir():
+        raise ConfigError(f"isoexec.sync_folder: expected a folder that can be written to, found {own.sync_folder!r}")
     if trainer.max_training_steps is None:
         raise ConfigError("trainer.max_training_steps: expected a number of steps, found None; prompts are drawn without an end")
     if not trainer.policy.model.path or not Path(trainer.policy.model.path).is_dir():
@@ -246,13 +242,33 @@ def _check(config: TrainConfig) -> None:
         _check_contract_arm(config)
 
 
+def _check_algorithm(algorithm: DAPOAlgorithmConfig, generator) -> None:
+    """What would show in the first step, or never."""
+    _one_of("trainer.algorithm.dynamic_sampling.type", algorithm.dynamic_sampling.type, (None, "filter", "replace"))
+    for name in ("eps_clip_low", "eps_clip_high", "overlong_buffer_penalty_factor"):
+        _at_least_0(f"trainer.algorithm.{name}", getattr(algorithm, name))
+    longest = generator.sampling_params.max_generate_length
+    if not 0 <= algorithm.overlong_buffer_len <= longest:
+        raise ConfigError(
+            f"trainer.algorithm.overlong_buffer_len: expected 0 to generator.sampling_params.max_generate_length, {longest}, found "
+            f"{algorithm.overlong_buffer_len}"
+        )
+    _at_least_0("generator.eval_sampling_params.temperature", generator.eval_sampling_params.temperature)
+
+
+def _at_least_0(name: str, found: float) -> None:
+    if found < 0:
+        raise ConfigError(f"{name}: expected at least 0, found {found}")
+
+
 def _check_schedule(trainer: TrainerConfig) -> None:
     """What Megatron asserts of an optimizer and its schedule, without a word and in a policy worker."""
     optimizer, where = trainer.policy.optimizer_config, "trainer.policy.optimizer_config."
     _one_of(f"{where}scheduler", optimizer.scheduler, ("constant_with_warmup",))
     for name in ("lr", "weight_decay"):
-        if getattr(optimizer, name) < 0:
-            raise ConfigError(f"{where}{name}: expected at least 0, found {getattr(optimizer, name)}")
+        _at_least_0(f"{where}{name}", getattr(optimizer, name))
+    if len(optimizer.adam_betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.adam_betas):
+        raise ConfigError(f"{where}adam_betas: expected two numbers from 0 to below 1, found {optimizer.adam_betas}")
     updates = trainer.max_training_steps * trainer.update_epochs_per_batch * (trainer.train_batch_size // trainer.policy_mini_batch_size)
     if not 0 <= optimizer.num_warmup_steps < updates:
         raise ConfigError(

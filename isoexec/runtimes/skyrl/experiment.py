@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 from pathlib import Path
 
 import ray
-import skyrl_gym
 from loguru import logger
 from skyrl.backends.skyrl_train.inference_servers.common import SERVER_PORT_STRIDE
 from skyrl.backends.skyrl_train.inference_servers.server_group import ServerGroup
 from skyrl.train.dataset import PromptDataset
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.utils.tok import get_tokenizer
-from skyrl_gym.envs.registration import registry
 
-from isoexec.runtimes.skyrl import cluster, registries
+from isoexec.runtimes.skyrl import cluster, environments, registries
 from isoexec.runtimes.skyrl.actors import EngineActor, PolicyActor, engine_request
 from isoexec.runtimes.skyrl.client import InferenceClient
 from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, uses_gpus
@@ -49,7 +46,7 @@ class Experiment(BasePPOExp):
             use_fast=not config.trainer.disable_fast_tokenizer,
             padding_side="left",
         )
-        self._register_environments()
+        environments.register(config.isoexec.environments, config.environment.env_class)
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
         self.colocate_pg = None
@@ -57,25 +54,6 @@ class Experiment(BasePPOExp):
         self._groups: list[ServerGroup] = []
         self._router = None
         self._registries: list = []
-
-    def _register_environments(self) -> None:
-        for name, entry in self.cfg.isoexec.environments.items():
-            module, _, cls = entry.partition(":")
-            try:  # skyrl-gym would import it in the first step
-                getattr(importlib.import_module(module), cls)
-            except (ImportError, AttributeError, ValueError) as error:
-                raise ConfigError(f"isoexec.environments.{name}: {entry!r}: {error}; expected 'module:Class' on the Python path") from error
-            known = registry.get(name)
-            if known is None:
-                skyrl_gym.register(id=name, entry_point=entry)
-            elif known.entry_point != entry:
-                raise ConfigError(f"isoexec.environments.{name}: this name stands for {known.entry_point!r} already; choose another")
-        try:
-            skyrl_gym.spec(self.cfg.environment.env_class)
-        except Exception as error:
-            raise ConfigError(
-                f"environment.env_class: {self.cfg.environment.env_class!r}: {error}; name it in isoexec.environments"
-            ) from error
 
     def get_train_dataset(self) -> PromptDataset:
         return self._dataset("data.train_data", self.cfg.data.train_data)
