@@ -46,7 +46,7 @@ def compose(recipe: str, overrides: list[str], folder: Path = RECIPES) -> DictCo
         with initialize_config_dir(str(folder), version_base="1.3"):
             config = hydra_compose(recipe, overrides)
         if not OmegaConf.is_dict(config.get("recipe")) or "folder" not in config.recipe:
-            raise ConfigError(f"recipe: expected the section that `base: isoexec` among a recipe's defaults begins, found {config.get('recipe')!r}")
+            raise ConfigError("recipe: expected the section that `base: isoexec` among its defaults begins; it has no folder")
         config.recipe.folder = str(folder)
         if OmegaConf.select(config, "isoexec.seed", default=0) is None:
             raise ConfigError("isoexec.seed: expected a whole number, from which problems and samples are drawn, found null")

@@ -33,7 +33,8 @@ def register(environments: Mapping[str, str], env_class: str) -> None:
         elif known.entry_point != entry:
             raise ConfigError(f"isoexec.environments.{name}: this name stands for {known.entry_point!r} already; choose another")
     if env_class not in registry:
-        raise ConfigError(f"environment.env_class: expected one of {', '.join(names())}, found {env_class!r}; name it in isoexec.environments")
+        expected = f"expected one of {', '.join(names())}, found {env_class!r}"
+        raise ConfigError(f"environment.env_class: {expected}; isoexec.environments names others")
 
 
 def names() -> list[str]:
