@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import re
 import subprocess
@@ -13,6 +11,7 @@ from pathlib import Path
 from isoexec.contract import ContractError
 from isoexec.train import report
 from isoexec.train.progress import Watch
+from isoexec.verify.folder import alone
 
 #: In the order in which a comparison runs them: what a contract refuses is found in the first minute.
 ARMS = ("isoexec", "native")
@@ -55,7 +54,7 @@ def train(recipe: str, overrides: list[str]) -> int:
     from isoexec.train.check import prepare  # a recipe that does not compose is refused before these imports are paid for
 
     out = Path(composed.isoexec.out)
-    with _alone(out):
+    with alone(out, "isoexec.out"):
         ready = prepare(composed)
         config = ready.config
         os.environ["TENSORBOARD_DIR"] = str((out / "tensorboard").resolve())
@@ -150,15 +149,3 @@ def _quoted(path: Path) -> str:
     """A path as a value of Hydra's override grammar, in which backslashes count only before a quote."""
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), str(path))
     return f"'{escaped}'"
-
-
-@contextlib.contextmanager
-def _alone(out: Path):
-    """Hold ``out`` against a second run, which would write into this one's steps and checkpoints."""
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ContractError(f"another run writes to {str(out)!r}; wait for it, or name another folder with isoexec.out") from None
-        yield

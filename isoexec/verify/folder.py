@@ -11,8 +11,11 @@ from isoexec.contract import ContractError
 
 
 @contextlib.contextmanager
-def alone(out: Path) -> Iterator[None]:
+def alone(out: Path, option: str = "--out") -> Iterator[None]:
     """Make ``out`` and hold it against a second run, which would overwrite this one's results and logs.
+
+    Args:
+        option: what names the folder on the command line.
 
     Raises:
         ContractError: it cannot be made or written to, or another run holds it.
@@ -21,12 +24,12 @@ def alone(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / ".lock", "w")
     except OSError as error:
-        raise ContractError(f"--out {str(out)!r}: {error.strerror or error}; name a folder that can be written to") from None
+        raise ContractError(f"{option} {str(out)!r}: {error.strerror or error}; name a folder that can be written to") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ContractError(f"another run writes to {str(out)!r}; wait for it, or name another folder with --out") from None
+            raise ContractError(f"another run writes to {str(out)!r}; wait for it, or name another folder with {option}") from None
         yield
 
 

@@ -83,9 +83,15 @@ def test_a_folder_with_any_characters_survives_the_override_grammar(composed):
         assert composed("tiny", f"isoexec.out={_quoted(Path(name))}").isoexec.out == name
 
 
-def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
-    from isoexec.contract import ContractError
-    from isoexec.train.launch import _alone
+def test_a_second_run_into_the_same_folder_is_refused(capsys, tmp_path):
+    from isoexec.verify.folder import alone
 
-    with _alone(tmp_path), pytest.raises(ContractError, match="another run writes to"), _alone(tmp_path):
-        pass
+    with alone(tmp_path):
+        status, _, text = run(capsys, "tiny", f"isoexec.out={tmp_path}")
+    assert status == 2 and "another run writes to" in text and "with isoexec.out" in text
+
+
+def test_a_folder_that_cannot_be_made_is_named(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    status, _, text = run(capsys, "tiny", f"isoexec.out={tmp_path / 'file' / 'out'}")
+    assert status == 2 and "isoexec.out" in text and "name a folder that can be written to" in text
