@@ -45,7 +45,8 @@ def train(recipe: str, overrides: list[str]) -> int:
         0; 1 after a token whose bits differ; :data:`STOPPED` where a process was lost or a checkpoint could not be written.
 
     Raises:
-        ContractError: bad input; nothing was started.
+        ContractError: bad input, which is found before anything starts; or what ended the run in one of its steps: rewards that cannot be
+            trained on, no group whose rewards differ, a logprob that is not finite, two sides that need not compute the same bits.
     """
     _quieten()
     from isoexec.train.compose import compose
@@ -85,7 +86,7 @@ def _report(out: Path, arm: str) -> int:
 def _run(config) -> int:
     from isoexec.runtimes.skyrl.config import ConfigError
     from isoexec.runtimes.skyrl.generator import RewardError
-    from isoexec.runtimes.skyrl.mismatch import RolloutMismatch
+    from isoexec.runtimes.skyrl.mismatch import NotFinite, RolloutMismatch
     from isoexec.runtimes.skyrl.run import RunStopped
     from isoexec.runtimes.skyrl.run import train as run
     from isoexec.runtimes.skyrl.trainer import NothingToLearn
@@ -99,7 +100,7 @@ def _run(config) -> int:
     except RunStopped as error:
         print(f"isoexec: {error}", file=sys.stderr)
         return STOPPED
-    except (ConfigError, NothingToLearn, RewardError) as error:
+    except (ConfigError, NotFinite, NothingToLearn, RewardError) as error:
         raise ContractError(str(error)) from error
     return 0
 

@@ -37,7 +37,8 @@ def test_equal_logprobs_are_equal_and_a_planted_ulp_is_not():
 def test_equality_is_of_bits():
     ones = torch.ones(1, 1)
     assert mismatch.compare(torch.zeros(1, 1), -torch.zeros(1, 1), ones).equal == 0
-    assert mismatch.compare(ones * torch.nan, ones * torch.nan, ones).equal == 1
+    nan = mismatch.compare(ones * torch.nan, ones * torch.nan, ones)
+    assert nan.equal == 1 and nan.not_finite == (0, 0) and mismatch.compare(ones, ones, ones).not_finite is None
     with pytest.raises(TypeError, match="rollout.*bfloat16"):
         mismatch.compare(ones.bfloat16(), ones, ones)
     nothing = mismatch.compare(ones, ones + 1, torch.zeros(1, 1))
@@ -161,3 +162,15 @@ def test_a_differing_token_warns_where_it_is_told_to(compared, tmp_path):
     shutil.rmtree(tmp_path / "mismatch-5")
     assert compared(step_batch(1), arm="native")["policy/rollout_train_bit_equal"] == 5 / 6
     assert not (tmp_path / "mismatch-5").exists()
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("section", [{}, {"on_mismatch": "warn"}, {"arm": "native"}])
+def test_a_logprob_that_is_not_finite_stops_the_run_though_both_sides_have_its_bits(compared, value, section):
+    batch = step_batch(0)
+    for side in ("rollout_logprobs", "action_log_probs"):
+        batch[side][1, 0] = value
+    with pytest.raises(mismatch.NotFinite, match=f"step 5: logprob of sequence 1, response token 0.*found {value} by.*and {value} by"):
+        compared(batch, **section)
+    batch["loss_mask"][1, 0] = 0  # not trained on
+    compared(batch, **section)

@@ -21,6 +21,10 @@ class RolloutMismatch(RuntimeError):
         self.folder = folder
 
 
+class NotFinite(RuntimeError):
+    """A token's logprob is NaN or infinite on a side, be its bits equal on both."""
+
+
 @dataclass(frozen=True)
 class Mismatch:
     """Of the tokens of a step that are trained on.
@@ -30,6 +34,7 @@ class Mismatch:
         equal: with equal bits.
         mean, max, std: of the absolute difference, in fp64; 0.0 where no token is compared.
         first: (sequence, position in the response) of the first token that differs, or None.
+        not_finite: the same of the first token with a logprob that is NaN or infinite.
     """
 
     tokens: int
@@ -38,6 +43,7 @@ class Mismatch:
     max: float
     std: float
     first: tuple[int, int] | None
+    not_finite: tuple[int, int] | None
 
     @property
     def bit_equal(self) -> float:
@@ -58,7 +64,9 @@ def compare(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) ->
     ours, theirs = rollout[chosen].contiguous(), trainer[chosen].contiguous()
     equal = ours.view(torch.int32) == theirs.view(torch.int32)
     distance = (ours.double() - theirs.double()).abs()
-    differing = (chosen.nonzero()[~equal]).tolist()
+    where = chosen.nonzero()
+    differing = where[~equal].tolist()
+    not_finite = where[~(ours.isfinite() & theirs.isfinite())].tolist()
     return Mismatch(
         tokens=ours.numel(),
         equal=int(equal.sum()),
@@ -66,6 +74,7 @@ def compare(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) ->
         max=distance.max().item() if ours.numel() else 0.0,
         std=distance.std().item() if ours.numel() > 1 else 0.0,
         first=tuple(differing[0]) if differing else None,
+        not_finite=tuple(not_finite[0]) if not_finite else None,
     )
 
 

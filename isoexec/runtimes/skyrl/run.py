@@ -35,6 +35,9 @@ def train(config: TrainConfig | DictConfig | dict) -> Path:
     config = resolve(config)
     check_environment(config, os.environ)
     from isoexec.runtimes.skyrl import cluster  # a fault of the configuration is found before these imports are paid for
+        NotFinite: a token's logprob is NaN or infinite.
+        RewardError: an environment raised, or a reward is not finite.
+        NothingToLearn: dynamic sampling found no group to train on.
     from isoexec.runtimes.skyrl.experiment import Experiment
 
     out = Path(config.isoexec.out)
@@ -79,10 +82,10 @@ def _is_lost(fault: Exception) -> bool:
 def _told() -> tuple[type[Exception], ...]:
     """What says itself why a run ends."""
     from isoexec.runtimes.skyrl.generator import RewardError
-    from isoexec.runtimes.skyrl.mismatch import RolloutMismatch
+    from isoexec.runtimes.skyrl.mismatch import NotFinite, RolloutMismatch
     from isoexec.runtimes.skyrl.trainer import NothingToLearn
 
-    return RewardError, RolloutMismatch, NothingToLearn
+    return RewardError, RolloutMismatch, NotFinite, NothingToLearn
 
 
 def _stopped(fault: Exception, trainer, log: str) -> str:

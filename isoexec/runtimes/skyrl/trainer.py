@@ -176,6 +176,14 @@ class Trainer(RayPPOTrainer):
         folder = Path(self._own.out) / f"mismatch-{self.global_step}"
         where = mismatch.write_bundle(
             folder,
+        if found.not_finite is not None:
+            row, position = found.not_finite
+            sides = (training_input[name][row, position].item() for name in ("rollout_logprobs", "action_log_probs"))
+            raise mismatch.NotFinite(
+                f"step {self.global_step}: logprob of sequence {row}, response token {position}: expected finite numbers, found "
+                "{!r} by the engine and {!r} by the trainer; nothing is trained on it; ".format(*sides)
+                + "the policy's weights or activations have overflowed: resume before it with a lower learning rate"
+            )
             batch,
             found,
             step=self.global_step,
