@@ -13,8 +13,8 @@ from isoexec.contract import ContractError
 
 MISMATCH = "rollout_train_logprobs_abs_diff"
 _COLOURS = {"native": "#c44e52", "isoexec": "#4c72b0"}
-#: Where the pass rate on held-out problems is: rewards are 1 for a pass and 0, or -1, for a failure.
-_HELD_OUT = "all/mean_positive_reward"
+#: Where the pass rate on held-out problems is: the share of rewards of 1 or more, as the pass rate of a step.
+_HELD_OUT = "all/pass_rate"
 
 
 @dataclass(frozen=True)

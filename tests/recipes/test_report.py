@@ -13,7 +13,7 @@ from isoexec.train.progress import Watch
 
 
 def steps(mismatch=0.0, count=3):
-    rows = [dict(step=0, eval={"all/mean_positive_reward": 0.4})]
+    rows = [dict(step=0, eval={"all/pass_rate": 0.4})]
     for i in range(1, count + 1):
         rows.append(
             dict(
@@ -25,7 +25,7 @@ def steps(mismatch=0.0, count=3):
                 **{f"{report.MISMATCH}_{kind}": mismatch for kind in ("mean", "max", "std")},
             )
         )  # fmt: skip
-    rows[-1]["eval"] = {"all/mean_positive_reward": 0.65}
+    rows[-1]["eval"] = {"all/pass_rate": 0.65}
     return rows
 
 

@@ -62,7 +62,8 @@ def test_every_sample_has_a_seed_of_its_own(monkeypatch):
 
     async def generate(self, batch, disable_tqdm=False):
         ids = [SimpleNamespace(instance_id=f"{p}", repetition_id=r) for p in range(3) for r in range(2)]
-        return [await self.agent_loop(sampling_params=batch["sampling_params"], trajectory_id=i) for i in ids]
+        samples = [await self.agent_loop(sampling_params=batch["sampling_params"], trajectory_id=i) for i in ids]
+        return {"samples": samples, "rewards": [1.0] * len(samples)}
 
     monkeypatch.setattr(SkyRLGymGenerator, "agent_loop", agent_loop)
     monkeypatch.setattr(SkyRLGymGenerator, "generate", generate)
@@ -73,7 +74,10 @@ def test_every_sample_has_a_seed_of_its_own(monkeypatch):
             "sampling_params": {"temperature": temperature, "logprobs": 1, "min_tokens": 1},
             "batch_metadata": SimpleNamespace(training_phase=phase, global_step=step),
         }
-        return asyncio.run(SeededGenerator(run_seed=run).generate(batch))
+        generator = SeededGenerator(run_seed=run)
+        output = asyncio.run(generator.generate(batch))
+        assert generator.evaluated == (output["rewards"] if phase == "eval" else [])
+        return output["samples"]
 
     def of(*key):
         return [params["seed"] for params in seeds(*key)]
@@ -83,6 +87,23 @@ def test_every_sample_has_a_seed_of_its_own(monkeypatch):
     assert all(params["min_tokens"] == 0 for params in seeds(1, "train", 1))
     greedy = seeds(1, "eval", 0, temperature=0.0)
     assert all("seed" not in params and "logprobs" not in params for params in greedy)
+
+
+def test_the_pass_rate_of_an_evaluation_is_the_share_of_full_marks(monkeypatch):
+    from skyrl.train.trainer import RayPPOTrainer
+
+    from isoexec.runtimes.skyrl.trainer import Trainer
+    from isoexec.train.report import held_out
+
+    async def evaluate(self):
+        self.generator.evaluated += [0.99, 1.0, [0.0, 1.0], -1.0]
+        return {"eval/all/mean_positive_reward": 0.7475}
+
+    monkeypatch.setattr(RayPPOTrainer, "eval", evaluate)
+    trainer = Trainer.__new__(Trainer)
+    trainer.generator = SimpleNamespace(evaluated=[0.0])  # of an evaluation before
+    line = steps.step_line(0, asyncio.run(trainer.eval()))
+    assert held_out(line) == 0.5 and line["eval"]["all/mean_positive_reward"] == 0.7475
 
 
 def test_an_environment_reads_a_response_without_the_tokens_that_end_it():

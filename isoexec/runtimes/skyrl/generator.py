@@ -28,11 +28,15 @@ class SeededGenerator(SkyRLGymGenerator):
     """SkyRL's generator; what a sample becomes depends on the run's seed, the step, the prompt and the sample, not on the batch.
 
     Evaluation leaves the step out, so that two evaluations differ by the weights alone.
+
+    Attributes:
+        evaluated: rewards of the responses sampled for evaluation, until it is cleared.
     """
 
     def __init__(self, *args, run_seed: int, **kwargs):
         super().__init__(*args, **kwargs)
         self._run_seed = run_seed
+        self.evaluated: list = []
 
     async def generate(self, input_batch, disable_tqdm: bool = False):
         batch = input_batch.get("batch_metadata")
@@ -44,7 +48,10 @@ class SeededGenerator(SkyRLGymGenerator):
         else:
             params.pop("logprobs", None)  # a greedy token is not drawn from a distribution
         hidden = disable_tqdm or not sys.stderr.isatty()  # its bar would be a line for each batch in a file
-        return await super().generate({**input_batch, "sampling_params": params}, hidden)
+        output = await super().generate({**input_batch, "sampling_params": params}, hidden)
+        if phase == "eval":
+            self.evaluated += output["rewards"]
+        return output
 
     async def agent_loop(self, *args, sampling_params=None, trajectory_id=None, **kwargs):
         if "seed" in sampling_params:

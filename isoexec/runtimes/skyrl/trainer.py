@@ -72,6 +72,13 @@ class Trainer(RayPPOTrainer):
             await super().train()
         finally:
             await self.inference_engine_client.teardown()
+    async def eval(self, *args, **kwargs) -> dict[str, float]:
+        """SkyRL's metrics, and ``eval/all/pass_rate``: the share of responses that pass, as that of a step."""
+        self.generator.evaluated.clear()
+        metrics = await super().eval(*args, **kwargs)
+        rewards = [_total(reward) for reward in self.generator.evaluated]
+        return metrics | ({"eval/all/pass_rate": pass_rate(rewards)} if rewards else {})
+
 
     # --- rewards ----------------------------------------------------------------------------------------------------------------
 
@@ -128,7 +135,7 @@ class Trainer(RayPPOTrainer):
         self.all_metrics.update(
             {
                 "sampled/reward": sum(self._sampled) / len(self._sampled),
-                "sampled/pass_rate": sum(reward >= PASS for reward in self._sampled) / len(self._sampled),
+                "sampled/pass_rate": pass_rate(self._sampled),
                 "sampled/responses": len(self._sampled),
                 "sampled/batches": self._batches,
             }
@@ -306,6 +313,11 @@ class Trainer(RayPPOTrainer):
                 f"trainer.max_training_steps: expected more than the checkpoint's {state['step']}, found "
                 f"{self.cfg.trainer.max_training_steps}; raise it, there is nothing left to do"
             )
+def pass_rate(rewards: list[float]) -> float:
+    """Share of rewards, at least one, that are :data:`PASS` or more: with partial credit, of full marks."""
+    return sum(reward >= PASS for reward in rewards) / len(rewards)
+
+
         self.dispatch.load_checkpoint("policy", str(folder / "policy"))
         self.train_dataloader.load_state_dict(state["stream"])
         for _ in range(state["step"]):  # the syncs of the run that is continued
