@@ -108,7 +108,7 @@ class Experiment(BasePPOExp):
         for folder in (self.cfg.trainer.export_path, self.cfg.trainer.ckpt_path):
             Path(folder).mkdir(parents=True, exist_ok=True)
         if self.cfg.trainer.placement.colocate_all:
-            self.colocate_pg = cluster.placement(self._engine_processes())
+            self.colocate_pg = cluster.placement(cluster.engine_processes(self.cfg))
         starting = self._start_engines()
         self._registries = registries.start()
         client = InferenceClient(
@@ -138,15 +138,11 @@ class Experiment(BasePPOExp):
             self._connect(client, starting)
         return self.trainer
 
-    def _engine_processes(self) -> int:
-        engine = self.cfg.generator.inference_engine
-        return engine.num_engines * engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
-
     def _start_engines(self) -> list:
         """Start every engine; returns what to wait for."""
         engine = self.cfg.generator.inference_engine
-        placement = self.colocate_pg or cluster.placement(self._engine_processes())
-        per_engine = self._engine_processes() // engine.num_engines
+        placement = self.colocate_pg or cluster.placement(cluster.engine_processes(self.cfg))
+        per_engine = cluster.engine_processes(self.cfg) // engine.num_engines
         for i in range(engine.num_engines):
             self._groups.append(
                 ServerGroup(
