@@ -16,6 +16,7 @@ from ray.util.placement_group import placement_group, placement_group_table
 from skyrl.train.utils.utils import ResolvedPlacementGroup, get_ray_pg_ready_with_timeout, prepare_runtime_environment
 
 from isoexec.contract import CONTRACT_VARIABLE
+from isoexec.runtimes.skyrl.address import answering
 from isoexec.runtimes.skyrl.config import HIDE_VARIABLE, SYNC_VARIABLE, ConfigError, TrainConfig, uses_gpus
 
 _OBJECT_STORE = 256 << 20  # bytes; a batch of prompts and logprobs is small
@@ -85,6 +86,7 @@ def start(config: TrainConfig, variables: dict[str, str]) -> Callable[[], None]:
 
 
 def _join(address: str, runtime: dict) -> Callable[[], None]:
+    address = answering(address)
     try:
         ray.init(address=address, runtime_env=runtime, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
