@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,6 @@ from isoexec.train import report
 from isoexec.train.progress import Watch
 from isoexec.verify.folder import alone
 
-#: In the order in which a comparison runs them: what a contract refuses is found in the first minute.
-ARMS = ("isoexec", "native")
 #: Recipe of a command that names none.
 DEFAULT = "tiny"
 #: Exit status of a run that lost a process, or found no room for a checkpoint.
@@ -52,16 +51,23 @@ def train(recipe: str, overrides: list[str]) -> int:
     from isoexec.train.compose import compose
 
     composed = compose(recipe, overrides)
-    from isoexec.train.check import prepare  # a recipe that does not compose is refused before these imports are paid for
+    from isoexec.runtimes.skyrl.resume import Finished  # a recipe that does not compose is refused before these imports are paid for
+    from isoexec.train.check import prepare
+    from isoexec.train.early import check_start
 
     out = Path(composed.isoexec.out)
     with alone(out, "isoexec.out"):
+        try:
+            note = check_start(composed)
+        except Finished as error:
+            raise ContractError(str(error)) from None
         ready = prepare(composed)
         config = ready.config
         os.environ["TENSORBOARD_DIR"] = str((out / "tensorboard").resolve())
-        fresh = config.trainer.resume_mode in (None, "none")
+        if note is not None:
+            print(f"isoexec: {note}", file=sys.stderr, flush=True)
         print(_beginning(ready), file=sys.stderr, flush=True)
-        with Watch(out / "steps.jsonl", config.trainer.max_training_steps, fresh=fresh):
+        with Watch(out / "steps.jsonl", config.trainer.max_training_steps):
             status = _run(config)
         return status or _report(out, config.isoexec.arm)
 
@@ -116,22 +122,29 @@ def _trace(mismatch: Path) -> None:
 def compare(recipe: str, overrides: list[str]) -> int:
     """Both arms with one seed, one after the other: ``<out>.json`` and ``<out>.png`` beside the folder that holds their runs.
 
+    Where it resumes, an arm that has taken all its steps is not run again.
+
     Returns:
         0, or the first exit status of an arm that is not.
 
     Raises:
-        ContractError: bad input; nothing was started.
+        ContractError: what refuses either arm before it writes anything (:func:`isoexec.train.early.check_start`); nothing was started.
+        KeyboardInterrupt: and the arm that ran has ended.
     """
+    _quieten()
+    from isoexec.runtimes.skyrl.config import ARMS
     from isoexec.train.compose import compose
 
     if chosen := [o for o in overrides if o.startswith("isoexec.arm=")]:
         raise ContractError(f"{chosen[0]}: a comparison runs both arms; leave it out")
     out = Path(compose(recipe, overrides).isoexec.out)
+    words = {arm: [*overrides, f"isoexec.arm={arm}", f"isoexec.out={_quoted(out / arm)}"] for arm in ARMS}
+    finished = {arm: _is_finished(compose(recipe, words[arm])) for arm in ARMS}
     for arm in ARMS:
-        print(f"== {arm}", file=sys.stderr, flush=True)
-        own = [f"isoexec.arm={arm}", f"isoexec.out={_quoted(out / arm)}"]
-        command = [sys.executable, "-m", "isoexec.cli", "train", recipe, *overrides, *own]
-        status = subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
+        print(f"== {arm}" + (": has taken all its steps" if finished[arm] else ""), file=sys.stderr, flush=True)
+        if finished[arm]:
+            continue
+        status = _wait([sys.executable, "-m", "isoexec.cli", "train", recipe, *words[arm]])
         if status:
             print(f"the {arm} arm ended with status {status}; nothing is compared", file=sys.stderr)
             return status
@@ -144,6 +157,43 @@ def compare(recipe: str, overrides: list[str]) -> int:
     print(report.text(summaries), end="")
     print(f"{numbers}, {picture}")
     return 0
+
+
+def _is_finished(composed) -> bool:
+    from isoexec.runtimes.skyrl.resume import Finished
+    from isoexec.train.early import check_start
+
+    try:
+        check_start(composed)
+    except Finished:
+        return True
+    return False
+
+
+def _wait(command: list[str]) -> int:
+    """Exit status of a command; what asks this process to end is passed on to it, and its own end is waited for.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+    """
+    # In a group of its own: Ctrl-C would reach it beside what is passed on, and interrupt its end.
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+    asked: list[int] = []
+
+    def pass_on(number: int, _) -> None:
+        asked.append(number)
+        child.send_signal(number)
+
+    heeded = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in heeded}
+    try:
+        status = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if asked and status:
+        raise KeyboardInterrupt
+    return status
 
 
 def _quoted(path: Path) -> str:

@@ -18,16 +18,13 @@ class Watch:
     """Prints the steps that are added to ``path`` while the context is open, with a bar and the seconds left.
 
     Args:
-        path: ``steps.jsonl``; need not exist yet.
+        path: ``steps.jsonl``; need not exist yet. What it holds at the beginning is not shown; a new run sets it aside.
         total: steps of the run.
-        fresh: an older file is removed first; otherwise what it holds is not shown again.
         stream: where to print; stderr by default.
     """
 
-    def __init__(self, path: Path, total: int, *, fresh: bool, stream=None):
+    def __init__(self, path: Path, total: int, *, stream=None):
         self._path, self._total, self._stream = path, total, stream or sys.stderr
-        if fresh:
-            path.unlink(missing_ok=True)
         self._seen = self._lines()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="isoexec-progress", daemon=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isoexec.contract import ContractError
+from isoexec.runtimes.skyrl.lines import read_steps
 
 MISMATCH = "rollout_train_logprobs_abs_diff"
 _COLOURS = {"native": "#c44e52", "isoexec": "#4c72b0"}
@@ -62,20 +63,9 @@ def read(path: Path) -> list[dict]:
     Raises:
         ContractError: no such file, no step in it, or a line that is no step.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    except OSError as error:
-        raise ContractError(f"{path}: cannot be read: {error.strerror}; did the run end before its first step?") from error
-    steps = []
-    for number, text in enumerate(lines, 1):
-        try:
-            step = json.loads(text)
-        except ValueError as error:
-            raise ContractError(f"{path}, line {number}: {error}") from error
-        if not isinstance(step, dict) or not isinstance(step.get("step"), int):
-            raise ContractError(f"{path}, line {number}: expected a step, found {text[:80]!r}")
-        steps.append(step)
-    if not steps:
+    if not path.exists():
+        raise ContractError(f"{path}: no such file; did the run end before its first step?")
+    if not (steps := read_steps(path)):
         raise ContractError(f"{path}: expected steps, found none")
     return steps
 

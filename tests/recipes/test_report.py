@@ -81,7 +81,8 @@ def test_picture_draws_both_arms(tmp_path):
 
 def test_progress_shows_each_finished_step_once(tmp_path):
     path, stream = write(tmp_path / "steps.jsonl", [dict(step=99)]), io.StringIO()
-    with Watch(path, 3, fresh=True, stream=stream):
+    with Watch(path, 3, stream=stream):
+        assert path.exists()  # a run that is refused leaves what was there
         with path.open("w") as file:
             for row in steps():
                 file.write(json.dumps(row) + "\n")
@@ -95,7 +96,7 @@ def test_progress_shows_each_finished_step_once(tmp_path):
 
 def test_a_resumed_run_shows_the_steps_it_takes_again(tmp_path):
     path, stream = write(tmp_path / "steps.jsonl", steps()[:3]), io.StringIO()
-    with Watch(path, 3, fresh=False, stream=stream):
+    with Watch(path, 3, stream=stream):
         write(path, steps()[:2])
         time.sleep(0.7)
         write(path, steps())

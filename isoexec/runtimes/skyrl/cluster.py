@@ -128,17 +128,16 @@ def _processes(config: TrainConfig) -> int:
     """Bundles that policy and engines need."""
     placement, engines = config.trainer.placement, engine_processes(config)
     policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    engines = engine.num_engines * engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
     return max(policy, engines) if placement.colocate_all else policy + engines
 
 
-class ProcessPlacement(ResolvedPlacementGroup):
 def engine_processes(config: TrainConfig) -> int:
     """Ranks of all engines."""
     engine = config.generator.inference_engine
     return engine.num_engines * engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
 
 
+class ProcessPlacement(ResolvedPlacementGroup):
     """Bundles in Ray's order. SkyRL's probing actors learn GPU ids; without GPUs there are none to learn."""
 
     def _get_bundle_placement(self):

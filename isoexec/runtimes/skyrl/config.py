@@ -20,6 +20,7 @@ from skyrl.train.utils.tracking import Tracking
 from isoexec.contract import CONTRACT_VARIABLE
 from isoexec.runtimes.skyrl.schema import ConfigError, check_types
 
+#: In the order in which a comparison runs them: what a contract refuses is found in the first minute.
 ARMS = ("isoexec", "native")
 ON_MISMATCH = ("stop", "warn")
 #: Tells the policy worker where weights pass to the engines.

@@ -31,15 +31,15 @@ class Experiment(BasePPOExp):
 
     Args:
         config: resolved.
-        contract: digest of the contract, or None.
+        recipe: :func:`isoexec.runtimes.skyrl.resume.identity` of the run.
 
     Raises:
         ConfigError: the data or an environment cannot be used.
     """
 
-    def __init__(self, config: TrainConfig, contract: str | None):
+    def __init__(self, config: TrainConfig, recipe: dict):
         # Upstream's constructor trusts a checkpoint's code, filters prompts in eight processes and wants Ray.
-        self.cfg, self._contract = config, contract
+        self.cfg, self._recipe = config, recipe
         self.tokenizer = get_tokenizer(
             config.trainer.policy.model.path,
             trust_remote_code=False,
@@ -102,7 +102,7 @@ class Experiment(BasePPOExp):
         )
 
     def get_trainer(self, cfg, **parts) -> Trainer:
-        return Trainer(cfg, contract=self._contract, **parts)
+        return Trainer(cfg, recipe=self._recipe, **parts)
 
     def _setup_trainer(self) -> Trainer:
         for folder in (self.cfg.trainer.export_path, self.cfg.trainer.ckpt_path):

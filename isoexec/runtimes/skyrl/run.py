@@ -9,6 +9,9 @@ from omegaconf import DictConfig
 
 from isoexec.contract import ContractError, ExecutionContract
 from isoexec.runtimes.compose import composed
+from isoexec.runtimes.skyrl import resume
+from isoexec.runtimes.skyrl.address import answering
+from isoexec.runtimes.skyrl.aside import set_aside
 from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, check_environment, resolve
 from isoexec.runtimes.skyrl.layout import run_contract
 
@@ -24,30 +27,39 @@ def train(config: TrainConfig | DictConfig | dict) -> Path:
         config: SkyRL's configuration with a section ``isoexec`` (:class:`~isoexec.runtimes.skyrl.config.IsoExecConfig`).
 
     Returns:
-        The folder with ``steps.jsonl``, ``contract.json`` (isoexec arm), checkpoints and logs.
+        The folder with ``steps.jsonl``, ``contract.json`` (isoexec arm), checkpoints and logs. Those of an older run are set aside
+        (:func:`~isoexec.runtimes.skyrl.aside.set_aside`) once this one has its processes' places, and not before.
 
     Raises:
-        ConfigError: a setting or the data cannot be used; nothing has started.
-        ContractError: the two sides need not compute the same bits; nothing has been trained on.
+        ConfigError: a setting, the data, the checkpoint or the Ray cluster cannot be used; nothing is trained on, nothing set aside.
+        ContractError: the two sides need not compute the same bits: by the configuration, or, in whatever step, by what they say of
+            themselves or hold after a sync; or an environment gave what cannot be trained on.
         RolloutMismatch: a token's two logprobs differ.
+        NotFinite: a token's logprob is NaN or infinite.
+        RewardError: an environment raised, or a reward is not finite.
+        NothingToLearn: dynamic sampling found no group to train on.
         RunStopped: a process of the run was lost, or its checkpoint could not be written.
     """
     config = resolve(config)
     check_environment(config, os.environ)
+    if config.isoexec.ray_address is not None:
+        answering(config.isoexec.ray_address)
+    contract = contract_of(config)
+    recipe = resume.identity(config, None if contract is None else contract.digest)
+    resumed = resume.judge(config.trainer, recipe)
     from isoexec.runtimes.skyrl import cluster  # a fault of the configuration is found before these imports are paid for
-        NotFinite: a token's logprob is NaN or infinite.
-        RewardError: an environment raised, or a reward is not finite.
-        NothingToLearn: dynamic sampling found no group to train on.
     from isoexec.runtimes.skyrl.experiment import Experiment
 
     out = Path(config.isoexec.out)
     out.mkdir(parents=True, exist_ok=True)
-    contract = _contract(config, out) if config.isoexec.arm == "isoexec" else None
     file = None if contract is None else out / "contract.json"
-    experiment = Experiment(config, None if contract is None else contract.digest)
+    experiment = Experiment(config, recipe)
     environment = cluster.actor_environment(config, file)
     stop = cluster.start(config, environment)
     try:
+        set_aside(config, resumed)
+        if contract is not None:
+            file.write_text(contract.to_json(), encoding="utf-8")
         experiment.run()
     except Exception as error:
         # Of an actor: the fault itself, without the frames that it travelled through.
@@ -104,10 +116,13 @@ def _advice(trainer) -> str:
     return f"{saved} is whole; start again with trainer.resume_mode=latest"
 
 
-def _contract(config: TrainConfig, out: Path) -> ExecutionContract:
-    """The run's contract, written to ``out/contract.json``."""
+def contract_of(config: TrainConfig) -> ExecutionContract | None:
+    """The contract of a run; None in the native arm.
+
+    Args:
+        config: resolved.
+    """
+    if config.isoexec.arm != "isoexec":
+        return None
     contract = run_contract(config)
-    if config.isoexec.contract is None:
-        contract = composed(contract)
-    (out / "contract.json").write_text(contract.to_json(), encoding="utf-8")
-    return contract
+    return composed(contract) if config.isoexec.contract is None else contract

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from skyrl.train.utils.callbacks import TrainingCallback
 
+from isoexec.runtimes.skyrl.lines import read_steps
+
 #: Field of a line -> SkyRL's metric.
 _FIELDS = {
     "reward": "sampled/reward",
@@ -35,7 +37,7 @@ _SECONDS |= {"save": "save_checkpoints", "step": "step", "eval": "eval"}
 class StepLog(TrainingCallback):
     """Appends a line per step to a file; an evaluation before training is line 0, with ``eval`` alone.
 
-    A resumed run drops the lines of the steps that it takes again, and a new one all of them.
+    A resumed run drops the lines of the steps that it takes again; a new one finds none, or drops them.
 
     Attributes:
         resumed: line of the checkpoint's step, without times, for a run that was stopped between the checkpoint and the line; or None.
@@ -50,11 +52,20 @@ class StepLog(TrainingCallback):
 
     def begin(self, step: int) -> None:
         """Drop the lines after ``step``, all of them where it is 0, and write that of :attr:`resumed` if it is missing."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_steps(self.path) if line["step"] <= step and step > 0]
         if self.resumed is not None and not any(line["step"] == self.resumed["step"] for line in kept):
             kept.append(self.resumed)
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self._write(kept)
+
+    def complete(self, line: dict) -> None:
+        """Add the line of a finished run's last step if it is missing; take nothing away."""
+        lines = read_steps(self.path)
+        if not any(known["step"] >= line["step"] for known in lines):
+            self._write([*lines, line])
+
+    def _write(self, lines: list[dict]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def on_log(self, trainer, callback_input, control) -> None:
         line = step_line(callback_input.global_step, callback_input.logs)
@@ -70,18 +81,3 @@ def step_line(step: int, logs: dict) -> dict:
     seconds = {name: logs[f"timing/{timer}"] for name, timer in _SECONDS.items() if f"timing/{timer}" in logs}
     line = {"step": step} | {field: logs[metric] for field, metric in _FIELDS.items() if metric in logs}
     return line | ({"seconds": seconds} if seconds else {}) | ({"eval": evaluation} if evaluation else {})
-
-
-def read_steps(path: Path) -> list[dict]:
-    """Lines of a file; [] where there is none. A last line that a killed run left half written is dropped."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    found = []
-    for number, line in enumerate(lines):
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            if number != len(lines) - 1:
-                raise
-    return found

@@ -18,12 +18,13 @@ from loguru import logger
 from safetensors import SafetensorError
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import TrainingCallback
-from skyrl.train.utils.trainer_utils import ResumeMode, cleanup_old_checkpoints, extract_step_from_path
+from skyrl.train.utils.trainer_utils import cleanup_old_checkpoints
 
 from isoexec.contract import ContractError
-from isoexec.runtimes.skyrl import mismatch
+from isoexec.runtimes.skyrl import mismatch, resume
+from isoexec.runtimes.skyrl.aside import sync, write_synced
 from isoexec.runtimes.skyrl.client import EngineCallFailed
-from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, uses_gpus
+from isoexec.runtimes.skyrl.config import TrainConfig, uses_gpus
 from isoexec.runtimes.skyrl.dapo import overlong_penalty
 from isoexec.runtimes.skyrl.generator import RewardError, sample_seed
 from isoexec.runtimes.skyrl.steps import StepLog, step_line
@@ -46,14 +47,14 @@ class Trainer(RayPPOTrainer):
 
     Args:
         config: of the run.
-        contract: digest of the contract, or None.
+        recipe: :func:`isoexec.runtimes.skyrl.resume.identity` of the run, which its checkpoints carry.
     """
 
-    def __init__(self, config: TrainConfig, *, contract: str | None, **kwargs):
+    def __init__(self, config: TrainConfig, *, recipe: dict, **kwargs):
         super().__init__(cfg=config, **kwargs)  # sends the log to stderr, from LOG_LEVEL on, and nowhere else
         logger.add(Path(config.trainer.log_path) / "driver.log", level="INFO", backtrace=False, diagnose=False)
         self._own = config.isoexec
-        self._contract = contract
+        self._recipe = recipe
         self._sampled: list[float] = []  # rewards of the step, of groups that dynamic sampling drops too
         self._batches = 0
         self._exported = False  # the weights of a mismatch
@@ -66,19 +67,17 @@ class Trainer(RayPPOTrainer):
         self.total_training_steps = self.cfg.trainer.max_training_steps
 
     async def train(self) -> None:
-        if self.resume_mode == ResumeMode.NONE:
-            _set_aside(Path(self.cfg.trainer.ckpt_path))
         try:
             await super().train()
         finally:
             await self.inference_engine_client.teardown()
+
     async def eval(self, *args, **kwargs) -> dict[str, float]:
         """SkyRL's metrics, and ``eval/all/pass_rate``: the share of responses that pass, as that of a step."""
         self.generator.evaluated.clear()
         metrics = await super().eval(*args, **kwargs)
         rewards = [_total(reward) for reward in self.generator.evaluated]
         return metrics | ({"eval/all/pass_rate": pass_rate(rewards)} if rewards else {})
-
 
     # --- rewards ----------------------------------------------------------------------------------------------------------------
 
@@ -177,12 +176,6 @@ class Trainer(RayPPOTrainer):
         )
         if found.first is not None and self._own.arm == "isoexec":
             self._report(training_input, found)
-        return training_input
-
-    def _report(self, batch, found: mismatch.Mismatch) -> None:
-        folder = Path(self._own.out) / f"mismatch-{self.global_step}"
-        where = mismatch.write_bundle(
-            folder,
         if found.not_finite is not None:
             row, position = found.not_finite
             sides = (training_input[name][row, position].item() for name in ("rollout_logprobs", "action_log_probs"))
@@ -191,6 +184,12 @@ class Trainer(RayPPOTrainer):
                 "{!r} by the engine and {!r} by the trainer; nothing is trained on it; ".format(*sides)
                 + "the policy's weights or activations have overflowed: resume before it with a lower learning rate"
             )
+        return training_input
+
+    def _report(self, batch, found: mismatch.Mismatch) -> None:
+        folder = Path(self._own.out) / f"mismatch-{self.global_step}"
+        where = mismatch.write_bundle(
+            folder,
             batch,
             found,
             step=self.global_step,
@@ -268,71 +267,39 @@ class Trainer(RayPPOTrainer):
         self.dispatch.save_checkpoint("policy", str(scratch / "policy"))
         state = {
             "step": self.global_step,
-            "seed": self._own.seed,
-            "contract": self._contract,
+            "recipe": self._recipe,
             "stream": self.train_dataloader.state_dict(),
             "line": step_line(self.global_step, self.all_metrics),  # it is logged when the weights have been synced
         }
-        _write_synced(scratch / "trainer.json", json.dumps(state))
+        write_synced(scratch / "trainer.json", json.dumps(state))
         for file in scratch.rglob("*.safetensors"):
-            _sync(file)
+            sync(file)
         if final.exists():  # of a run that went further and was resumed before it
             shutil.rmtree(final)
         os.replace(scratch, final)
-        _write_synced(root / "latest_ckpt_global_step.txt", str(self.global_step))
+        write_synced(root / "latest_ckpt_global_step.txt", str(self.global_step))
         cleanup_old_checkpoints(str(root), self.cfg.trainer.max_ckpts_to_keep)
 
     def last_checkpoint(self) -> Path | None:
         """Folder of the last complete checkpoint, of this run or of the one that it continues."""
-        latest = Path(self.cfg.trainer.ckpt_path) / "latest_ckpt_global_step.txt"
-        return latest.with_name(f"global_step_{int(latest.read_text())}") if latest.exists() else None
+        return resume.last_checkpoint(Path(self.cfg.trainer.ckpt_path))
 
     def load_checkpoints(self) -> tuple[int, str | None]:
         """Continue from the checkpoint that ``trainer.resume_mode`` names; (0, None) where there is none.
 
         Raises:
-            ConfigError: it is missing, or of a run with another seed or contract.
+            ConfigError: it is missing, of another run, or the last one; :func:`isoexec.runtimes.skyrl.run.train` found that before.
         """
-        folder = self._checkpoint_folder()
-        if folder is None:
+        found = resume.judge(self.cfg.trainer, self._recipe)
+        if found is None:
             return 0, None
-        try:
-            state = json.loads((folder / "trainer.json").read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"checkpoint {str(folder)!r}: {error}; name a global_step_ folder of this program") from error
-        for name, wanted in (("seed", self._own.seed), ("contract", self._contract)):
-            if state[name] != wanted:
-                raise ConfigError(
-                    f"checkpoint {str(folder)!r}: {name}: this run has {wanted!r}, the checkpoint {state[name]!r}; resume with the same, "
-                    "or start a new run in another isoexec.out"
-                )
+        folder, state = found
         self._steps.resumed = state.get("line")
-        if state["step"] >= self.cfg.trainer.max_training_steps:
-            self._steps.begin(state["step"])
-            raise ConfigError(
-                f"trainer.max_training_steps: expected more than the checkpoint's {state['step']}, found "
-                f"{self.cfg.trainer.max_training_steps}; raise it, there is nothing left to do"
-            )
-def pass_rate(rewards: list[float]) -> float:
-    """Share of rewards, at least one, that are :data:`PASS` or more: with partial credit, of full marks."""
-    return sum(reward >= PASS for reward in rewards) / len(rewards)
-
-
         self.dispatch.load_checkpoint("policy", str(folder / "policy"))
         self.train_dataloader.load_state_dict(state["stream"])
         for _ in range(state["step"]):  # the syncs of the run that is continued
             self.inference_engine_client.increment_weight_version()
         return state["step"], str(folder)
-
-    def _checkpoint_folder(self) -> Path | None:
-        if self.resume_mode == ResumeMode.NONE:
-            return None
-        if self.resume_mode == ResumeMode.FROM_PATH:
-            folder = Path(self.cfg.trainer.resume_path or "")
-            if extract_step_from_path(folder) == -1 or not folder.is_dir():
-                raise ConfigError(f"trainer.resume_path: expected a global_step_ folder, found {self.cfg.trainer.resume_path!r}")
-            return folder
-        return self.last_checkpoint()
 
 
 class _SeedEachStep(TrainingCallback):
@@ -344,6 +311,11 @@ class _SeedEachStep(TrainingCallback):
     def on_step_start(self, trainer, callback_input, control) -> None:
         random.seed(f"{self._seed} {callback_input.global_step}")
         np.random.seed(random.getrandbits(32))
+
+
+def pass_rate(rewards: list[float]) -> float:
+    """Share of rewards, at least one, that are :data:`PASS` or more: with partial credit, of full marks."""
+    return sum(reward >= PASS for reward in rewards) / len(rewards)
 
 
 def _check_rewards(rewards) -> None:
@@ -361,34 +333,6 @@ def _any_group_varies(rewards, uids: list[str]) -> bool:
 
 def _total(reward) -> float:
     return sum(reward) if isinstance(reward, list) else float(reward)
-
-
-def _set_aside(root: Path) -> None:
-    """Move an older run's checkpoints to ``previous``: neither resuming nor keeping the newest may take them for this run's."""
-    old = [root / "latest_ckpt_global_step.txt", *root.glob("global_step_*")]
-    old = [entry for entry in old if entry.exists()]
-    if not old:
-        return
-    previous = root / "previous"
-    shutil.rmtree(previous, ignore_errors=True)
-    previous.mkdir()
-    for entry in old:
-        os.replace(entry, previous / entry.name)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.partial")
-    scratch.write_text(text)
-    _sync(scratch)
-    os.replace(scratch, path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def policy_actors(trainer: RayPPOTrainer) -> list:
