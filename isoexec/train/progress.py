@@ -59,7 +59,10 @@ class Watch:
 
     def _lines(self) -> list[bytes]:
         """Whole lines of the file; one that is still being written is read next time."""
-        return self._path.read_bytes().split(b"\n")[:-1] if self._path.exists() else []
+        try:
+            return self._path.read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:  # a new run has set an older one's aside
+            return []
 
     def _line(self, step: dict) -> str:
         return line(step, self._total, time.monotonic() - self._began)

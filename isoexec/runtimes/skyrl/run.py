@@ -102,11 +102,8 @@ def _told() -> tuple[type[Exception], ...]:
 
 def _stopped(fault: Exception, trainer, log: str) -> str:
     step = 0 if trainer is None else trainer.global_step
-    return f"step {step}: {type(fault).__name__}: {_one_line(fault)}; {_advice(trainer)}; what the actors printed: {log}"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:400]
+    said = " ".join(str(fault).split())[:400]
+    return f"step {step}: {type(fault).__name__}: {said}; {_advice(trainer)}; what the actors printed: {log}"
 
 
 def _advice(trainer) -> str:
