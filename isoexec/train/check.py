@@ -45,7 +45,7 @@ def prepare(composed: DictConfig) -> Ready:
         ContractError: what cannot be run, in one line.
     """
     config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
-    with _one_line():
+    with _as_contract_error():
         check_types(OmegaConf.to_container(config), TrainConfig)
         check_numbers(OmegaConf.to_container(config))
     recipe = recipe_section(OmegaConf.to_container(config.pop("recipe")))
@@ -61,7 +61,7 @@ def prepare(composed: DictConfig) -> Ready:
         train, held_out = data.write_task(recipe.task, config.isoexec.seed, folder)
         config.data.train_data, config.data.val_data = [str(train)], [str(held_out)]
     _check_run(config)
-    with _one_line():
+    with _as_contract_error():
         environments.register(config.isoexec.environments, config.environment.env_class)
     return Ready(config, recipe, _check_prompts(config, recipe, tokenizer, context))
 
@@ -122,7 +122,7 @@ def _check_files(config: DictConfig) -> None:
 
 def _check_run(config: DictConfig) -> None:
     """What the run itself checks of its configuration: SkyRL's types and rules, those of the contract, and the trainer's layout."""
-    with _one_line():
+    with _as_contract_error():
         typed = resolve(config)
     if typed.isoexec.arm == "isoexec":
         run_contract(typed)
@@ -131,7 +131,7 @@ def _check_run(config: DictConfig) -> None:
 
 
 @contextlib.contextmanager
-def _one_line():
+def _as_contract_error():
     try:
         yield
     except ConfigError as error:
