@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from isoexec.contract import ContractError, read_config
 from isoexec.contract.weights import check_weights
 from isoexec.runtimes.skyrl import environments
-from isoexec.runtimes.skyrl.config import TrainConfig, check_numbers, resolve
+from isoexec.runtimes.skyrl.config import check_numbers, resolve
 from isoexec.runtimes.skyrl.layout import layout_of, run_contract
-from isoexec.runtimes.skyrl.schema import ConfigError, check_types
+from isoexec.runtimes.skyrl.schema import ConfigError
 from isoexec.train import data
 from isoexec.train.section import RecipeSection, recipe_section
 
@@ -46,7 +46,6 @@ def prepare(composed: DictConfig) -> Ready:
     """
     config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
     with _as_contract_error():
-        check_types(OmegaConf.to_container(config), TrainConfig)
         check_numbers(OmegaConf.to_container(config))
     recipe = recipe_section(OmegaConf.to_container(config.pop("recipe")))
     _check_backend(recipe)

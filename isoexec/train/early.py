@@ -13,7 +13,6 @@ from isoexec.runtimes.skyrl import resume
 from isoexec.runtimes.skyrl.address import answering
 from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, check_environment, check_numbers, resolve
 from isoexec.runtimes.skyrl.run import contract_of
-from isoexec.runtimes.skyrl.schema import check_types
 from isoexec.runtimes.skyrl.steps import StepLog
 from isoexec.train import data
 from isoexec.train.section import recipe_section
@@ -30,7 +29,6 @@ def check_start(composed: DictConfig) -> str | None:
         ContractError: the run would be refused, in one line.
     """
     try:
-        check_types(OmegaConf.to_container(composed, resolve=True), TrainConfig)
         check_environment(composed, os.environ)
         if composed.isoexec.ray_address is not None:
             answering(composed.isoexec.ray_address)

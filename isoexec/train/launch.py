@@ -31,7 +31,7 @@ def _quieten() -> None:
 
 
 def show(recipe: str, overrides: list[str]) -> None:
-    """Print what a run would be given."""
+    """Print what a recipe and overrides compose to."""
     from isoexec.train.compose import as_yaml, compose
 
     print(as_yaml(compose(recipe, overrides)), end="")

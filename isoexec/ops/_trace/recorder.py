@@ -206,10 +206,7 @@ class Recorder:
             return None  # the trainer's scorer takes one token's logprob; whole rows are a check beside it
         if name == "collective.column_parallel_input" and self._current == HEAD:
             return None  # moves what one rank alone does not move, and one runtime does not ask for it
-        a = dict(zip(declaration.parameters, args))
-        a.update(kwargs)
-        for constant in (name for read in reads for name in read.constants if name not in a and name in declaration.defaults):
-            a[constant] = declaration.defaults[constant]
+        a = {**declaration.defaults, **dict(zip(declaration.parameters, args)), **kwargs}
         return name, a, opens, [self._inputs(read, a) for read in reads], self._pieces(reads[-1], a, before=True)
 
     def after(self, seen, result) -> None:
@@ -497,6 +494,4 @@ def _shape(weight) -> tuple[list[int], str]:
 
 
 def _constant(value) -> str:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
     return repr(float(value)) if isinstance(value, float) else str(value)
