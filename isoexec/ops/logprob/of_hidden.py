@@ -1,8 +1,8 @@
 """Token logprobs from hidden states, a tile of the logits at a time: no [tokens, vocabulary] tensor, in either direction.
 
 Forward takes blocks of rows through the public ops, so that a row has the bits that it has among all others. Backward computes the logits
-twice more: by blocks of rows for the gradient of the hidden states, one product over the whole vocabulary each, and by blocks of the
-vocabulary for that of the weight, one product over all rows each. Neither sums over blocks.
+again, by blocks of the vocabulary. The gradient of the hidden states is their sum, in fp32, of so many rows as `SUM_BYTES` hold. Where those are
+all, the weight's comes out of the same tiles; else it takes another pass, by blocks of the vocabulary of all rows.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
+from isoexec.ops._core import registry
 from isoexec.ops.collective.reference import group_size
 from isoexec.ops.logprob import scale_by_temperature, token_logprob
 from isoexec.ops.logprob.reference import shard_columns
@@ -18,6 +19,8 @@ from isoexec.ops.matmul import lm_head
 
 #: Bytes of fp32 logits held at once; two such tiles exist while one is made from the other.
 LOGIT_BYTES = 96 << 20
+#: Bytes of the fp32 gradient of hidden states that is summed at once.
+SUM_BYTES = 32 << 20
 _GRAIN = 32  # rows and columns of a tile are multiples
 
 
@@ -32,7 +35,7 @@ def of_hidden(x, weight, tokens, temperature, *, vocab_size, vocab_block, tp=Non
         vocab_size, vocab_block, tp: as in :func:`isoexec.ops.logprob.token_logprob`.
 
     Returns:
-        [T] fp32. Differentiable in ``x`` and ``weight``; beside inputs and results it holds less than three times `LOGIT_BYTES`.
+        [T] fp32. Differentiable in ``x`` and ``weight``; beside inputs and results it holds less than twice `LOGIT_BYTES` and `SUM_BYTES`.
     """
     arguments = x, weight, tokens, temperature, dict(vocab_size=vocab_size, vocab_block=vocab_block, tp=tp if group_size(tp) > 1 else None)
     if x.shape[0] * weight.shape[0] * 4 <= LOGIT_BYTES:
@@ -59,51 +62,61 @@ def _backend(device: torch.device):
     if device.type == "cpu":
         from isoexec.ops.logprob import reference as logprob
         from isoexec.ops.matmul import reference as matmul
-    else:
-        from isoexec.ops.logprob import triton as logprob
-        from isoexec.ops.matmul import gpu as matmul
-    return SimpleNamespace(logprob=logprob, matmul=matmul)
+
+        return SimpleNamespace(logprob=logprob, matmul=matmul, partial_sum=lambda g, weight: g @ weight.float())
+    from isoexec.ops.logprob import triton as logprob
+    from isoexec.ops.matmul import gpu as matmul
+
+    partial_sum = lambda g, weight: torch.mm(g.to(weight.dtype), weight, out_dtype=torch.float32)  # noqa: E731
+    return SimpleNamespace(logprob=logprob, matmul=matmul, partial_sum=partial_sum)
 
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, tokens, temperature, sizes):
-        ctx.save_for_backward(x, weight, tokens, temperature)
+        logprobs, statistics = [], []
+        for rows in _tiles(x.shape[0], weight.shape[0]):
+            scaled = scale_by_temperature(lm_head(x[rows], weight), _of(temperature, rows))
+            logprobs.append(token_logprob(scaled, tokens[rows], **sizes))
+            if any(ctx.needs_input_grad):
+                with registry.beyond_logprob():
+                    statistics.append(_backend(x.device).logprob.statistics(scaled, **sizes))
+            del scaled  # two tiles at a time
+        with registry.beyond_logprob():
+            ctx.save_for_backward(x, weight, tokens, temperature, *(torch.cat(part) for part in zip(*statistics)))
         ctx.sizes = sizes
-        tiles = _tiles(x.shape[0], weight.shape[0])
-        return torch.cat([_rows(x[rows], weight, tokens[rows], _of(temperature, rows), sizes) for rows in tiles])
+        return torch.cat(logprobs)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight, tokens, temperature = ctx.saved_tensors
-        backend, width = _backend(x.device), weight.shape[0]
+        x, weight, tokens, temperature, maximum, total = ctx.saved_tensors
+        backend, (count, width), wanted = _backend(x.device), (x.shape[0], weight.shape[0]), ctx.needs_input_grad
         first, real = shard_columns(width, ctx.sizes["vocab_size"], ctx.sizes["tp"])
 
-        def logits(rows, columns):
+        def tile(rows, columns):
+            """Gradient of the logits, before the temperature."""
             y = backend.matmul.lm_head(x[rows], weight[columns])
+            y = backend.logprob.scale_by_temperature(y, _of(temperature, rows))
+            inside = min(max(real - columns.start, 0), columns.stop - columns.start)
+            y = backend.logprob.token_gradient(
+                grad[rows], y, tokens[rows], maximum[rows], total[rows], first=first + columns.start, real=inside
+            )
             return backend.logprob.scale_by_temperature(y, _of(temperature, rows))
 
-        def gradient(rows, columns, scaled, maximum, total):
-            inside = min(max(real - columns.start, 0), columns.stop - columns.start)
-            first_column = first + columns.start
-            return backend.logprob.token_gradient(grad[rows], scaled, tokens[rows], maximum, total, first=first_column, real=inside)
-
-        every_row, every_column = slice(0, x.shape[0]), slice(0, width)
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        maximum, total = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
-        for rows in _tiles(x.shape[0], width):
-            scaled = logits(rows, every_column)
-            maximum[rows], total[rows] = backend.logprob.statistics(scaled, **ctx.sizes)
-            g = gradient(rows, every_column, scaled, maximum[rows], total[rows])
-            del scaled  # two tiles at a time
-            g = backend.logprob.scale_by_temperature(g, _of(temperature, rows))
-            grad_x[rows] = backend.matmul.input_gradient(g, weight, x.dtype)
-            del g
-        for columns in _tiles(width, x.shape[0]) if ctx.needs_input_grad[1] else ():
-            scaled = logits(every_row, columns)
-            g = gradient(every_row, columns, scaled, maximum, total)
-            del scaled
-            g = backend.logprob.scale_by_temperature(g, temperature)
-            grad_weight[columns] = backend.matmul.weight_gradient(g, x, weight.dtype)
-            del g
+        grad_x, grad_weight = (torch.empty_like(leaf) if needed else None for leaf, needed in zip((x, weight), wanted))
+        step = max(SUM_BYTES // (4 * x.shape[1]), 1)
+        one_block = count <= step
+        for rows in (slice(i, min(i + step, count)) for i in range(0, count, step)) if one_block or wanted[0] else ():
+            sums = torch.zeros(rows.stop - rows.start, x.shape[1], dtype=torch.float32, device=x.device)
+            for columns in _tiles(width, rows.stop - rows.start):
+                y = tile(rows, columns)
+                if wanted[0]:
+                    sums += backend.partial_sum(y, weight[columns])
+                if wanted[1] and one_block:
+                    grad_weight[columns] = backend.matmul.weight_gradient(y, x, weight.dtype)
+                del y
+            if wanted[0]:
+                grad_x[rows] = sums
+        for columns in _tiles(width, count) if wanted[1] and not one_block else ():
+            grad_weight[columns] = backend.matmul.weight_gradient(tile(slice(0, count), columns), x, weight.dtype)
         return grad_x, grad_weight, None, None, None
