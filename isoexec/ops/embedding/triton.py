@@ -44,7 +44,7 @@ class _Embedding(torch.autograd.Function):
             segment = starts.cumsum(0)
             first = torch.full((count + 1,), count, dtype=torch.int64, device=ids.device)
             first.scatter_(0, (segment - 1).masked_fill(~starts, count), torch.arange(count, device=ids.device))
-            first[count] = count
+            first[count:].fill_(count)  # first[count] = count would copy a scalar from the host, which a capture refuses
             # Entries past the last segment hold count, as does the end of the last one.
             grad_kernel[count, triton.cdiv(D, _BLOCK)](
                 grad.contiguous(), order, sorted_ids, first, out, count, segment[-1:], D, BLOCK=_BLOCK, num_warps=2, **COMPILE
