@@ -121,29 +121,32 @@ def test_products_compile_for_other_architectures(architecture):
     assert ("tcgen05" if architecture == 100 else "mma.sync") in text
 
 
-@pytest.mark.parametrize("leaves,early", [(8, False), (4, True), (1, True)], ids=["every leaf", "a subtree", "a leaf"])
-def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers(leaves, early):
+@pytest.mark.parametrize("leaves,copied", [(8, "bf16"), (8, "fp32"), (2, "bf16"), (8, None), (4, None), (1, None)])
+def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers(leaves, copied):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from isoexec.ops.matmul import hopper
 
-    kernel, constants = hopper.tree_product_kernel, dict(BIAS=False, LEAVES=leaves, BN=hopper.COLUMNS, BK=hopper.STEP, STAGES=hopper.STAGES,
-                                                      GROUP=hopper.GROUP, EARLY=early)  # fmt: skip
+    early = copied is None
+    kernel, constants = hopper.tree_product_kernel, dict(BIAS=False, COPIED=not early, LEAVES=leaves, BN=hopper.COLUMNS, BK=hopper.STEP,
+                                                      STAGES=hopper.STAGES, GROUP=hopper.GROUP, EARLY=early)  # fmt: skip
+    blocks = {"x": ("bf16", hopper.ROWS // 2, hopper.STEP), "w": ("bf16", hopper.COLUMNS, hopper.STEP), "y": (copied, hopper.ROWS // 2, hopper.COLUMNS)}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        rows = {"x": hopper.ROWS // 2, "w": hopper.COLUMNS}.get(name)
-        signature[name] = "constexpr" if name in constants else ("*fp32" if early else "*bf16") if name in ("y", "bias") else "i32"
-        if rows:
-            block = [rows, hopper.STEP]
-            signature[name] = f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+        signature[name] = "constexpr" if name in constants else "*fp32" if name in ("y", "bias") else "i32"
+        kind, *block = blocks.get(name, (None,))
+        if kind:
+            layout = gl.NVMMASharedLayout.get_default_for(block, {"bf16": gl.bfloat16, "fp32": gl.float32}[kind])
+            signature[name] = f"tensordesc<{kind}{block},{layout!r}>"
         elif name in ("y", "bias", "N"):
             attributes[i,] = [["tt.divisibility", 16]]
     compiled = triton.compile(GluonASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32),
-                              options=dict(num_warps=4, maxnreg=hopper.REGISTERS, **COMPILE))  # fmt: skip
+                              options=dict(num_warps=4, maxnreg=hopper.REGISTERS, launch_pdl=True, **COMPILE))  # fmt: skip
     text = compiled.asm["ptx"]
     assert "wgmma" in text and "cp.async.bulk.tensor" in text and "setmaxnreg" in text
-    assert ("griddepcontrol.launch_dependents" in text) == early
+    assert ("griddepcontrol.launch_dependents" in text) == early and "griddepcontrol.wait" in text
+    assert ("cp.async.bulk.tensor.2d.global" in text) == bool(copied)
     assert not re.search(r"fma\.rn\.f32|\b(atom|red)\.", text)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -32,7 +32,7 @@ def product(x, weight, dtype, bias=None):
 
 def tree_product(x, weight, dtype, bias, leaves):
     """``x`` [M, K] times ``weight`` [N, K] transposed, by ``leaves`` parts of K -> [M, N] in ``dtype``."""
-    if x.shape[0] > portable.APART_ROWS and uses_deep_gemm(x.device) and hopper.fits(x.shape[1], leaves):
+    if x.shape[0] > hopper.FEW_ROWS and uses_deep_gemm(x.device) and hopper.fits(x.shape[1], leaves):
         return hopper.product(x, weight, dtype, bias, leaves)
     return portable.product(x, weight, dtype, bias, leaves)
 

@@ -1,10 +1,10 @@
 """Row-parallel products on sm_90: one warp fills a ring of tiles, two warpgroups multiply, each on its own half of the rows.
 
 The same leaves, each accumulated in ascending K by the same kind of instruction, and the same tree as in triton.py: the same bits. A warpgroup
-adds its leaves while the other one multiplies, and the next tile's operands arrive while this one's sums are stored. What bounds a tile is
-the register file: the running leaf and two waiting sums take 192 of a thread's 255 registers, so that the sum of the first half of eight leaves
-waits in shared memory. Where tiles are fewer than processors, several programs take a subtree of a tile's leaves each, and a second launch the
-tree over the subtrees.
+adds its leaves while the other one multiplies; the next tile's operands arrive, and this one's sums leave, by the copy engine. What bounds a
+tile's size is the register file: the running leaf and two waiting sums take 192 of a thread's 255 registers, so that the sum of the first half of
+eight leaves waits in shared memory. Where tiles are fewer than processors, several programs take a subtree of a tile's leaves each, and a second
+launch the tree over the subtrees.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from isoexec.ops._core import triton_math
@@ -25,6 +25,8 @@ from isoexec.ops.matmul import triton as portable
 #: Committed, never tuned at run time.
 ROWS, COLUMNS, STEP, STAGES, GROUP = 128, 128, 64, 5, 4
 REGISTERS = 168  # a thread's, before the warpgroups take the copying warp's
+#: Up to so many rows a tile would be half empty; the portable form takes them.
+FEW_ROWS = 64
 _HALF = gl.constexpr(64)  # rows of a warpgroup
 _tree_push = gluon.jit(triton_math.tree_push.fn)
 
@@ -42,6 +44,8 @@ def _place(tile, M, N, BN: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _fill(x, w, x_ring, w_ring, ready, free, M, N, steps, tiles, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
     """The copying warp: ``steps`` steps of K for every tile of this program, from those of the programs before it on the second grid axis."""
+    # The launch may begin before the one ahead of it has ended. Nothing of this program touches memory before these copies.
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     first = gl.program_id(1) * steps
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -89,43 +93,64 @@ def _leaves(x_ring, w_ring, ready, free, count, steps, LEAVES: gl.constexpr, HAL
 
 
 @gluon.jit
-def _multiply(y, bias, parked, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS: gl.constexpr, LEAVES: gl.constexpr, HALF: gl.constexpr,
-              BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _multiply(y, bias, kept, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS: gl.constexpr, COPIED: gl.constexpr, LEAVES: gl.constexpr,
+              HALF: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """A warpgroup: rows HALF * 64 and on of every tile; ``steps``: of one leaf."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    PARKED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    stored = kept.index(HALF * (kept.shape[0] // 2))
+    waiting = stored._reinterpret(gl.float32, [_HALF, BN], PARKED)
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         if LEAVES == 8:
-            waiting = parked.index(HALF)
-            waiting.store(_leaves(x_ring, w_ring, ready, free, count, steps, 4, HALF, BN, STAGES, LAYOUT))
+            first = _leaves(x_ring, w_ring, ready, free, count, steps, 4, HALF, BN, STAGES, LAYOUT)
+            if COPIED:
+                tma.store_wait(0)
+                gl.thread_barrier()
+            waiting.store(first)
             total = _leaves(x_ring, w_ring, ready, free, count + 4 * steps, steps, 4, HALF, BN, STAGES, LAYOUT)
             total = waiting.load(LAYOUT) + total
         else:
             total = _leaves(x_ring, w_ring, ready, free, count, steps, LEAVES, HALF, BN, STAGES, LAYOUT)
         count += LEAVES * steps
         row, column = _place(tile, M, N, BN, GROUP)
-        rm = row + HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LAYOUT))
         rn = column + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
         if BIAS:
             total = total + gl.load(bias + rn, mask=rn < N, other=0.0).to(gl.float32)[None, :]
-        at = (gl.program_id(1).to(gl.int64) * M + rm.to(gl.int64))[:, None] * N + rn[None, :]
-        gl.store(y + at, total.to(y.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+        if COPIED:
+            # The engine copies it out while the next tile is multiplied.
+            if LEAVES < 8:
+                tma.store_wait(0)
+            gl.thread_barrier()  # the copy before it, or the sum that waited here, has been read
+            stored.store(total.to(y.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(y, [row + HALF * _HALF, column], stored)
+        else:
+            rm = row + HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LAYOUT))
+            at = (gl.program_id(1).to(gl.int64) * M + rm.to(gl.int64))[:, None] * N + rn[None, :]
+            gl.store(y + at, total.to(y.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+    if COPIED:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def tree_product_kernel(x, w, bias, y, M, N, steps, tiles, BIAS: gl.constexpr, LEAVES: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-                        STAGES: gl.constexpr, GROUP: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+def tree_product_kernel(x, w, bias, y, M, N, steps, tiles, BIAS: gl.constexpr, COPIED: gl.constexpr, LEAVES: gl.constexpr, BN: gl.constexpr,
+                        BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
     """Tensor descriptors x [M, K] in blocks of 64 rows, w [N, K]; programs share out ``tiles`` tiles of 128 rows.
 
     A second grid axis keeps its programs' sums apart, of ``LEAVES`` leaves each: y [axis, M, N]. ``EARLY``: the next launch may start, and waits
-    where it needs this one's results.
+    where it needs this one's results. ``COPIED``: y is a tensor descriptor in blocks of 64 rows.
     """
     if EARLY:
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     x_ring = gl.allocate_shared_memory(x.dtype, [2 * STAGES, _HALF, BK], x.layout)
     w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
-    PARKED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    parked = gl.allocate_shared_memory(gl.float32, [2, _HALF if LEAVES == 8 else 1, BN], PARKED)
+    # For each warpgroup: the sum of four leaves, then its part of the tile on its way out.
+    if COPIED:
+        kept = gl.allocate_shared_memory(y.dtype, [64 // y.dtype.primitive_bitwidth, _HALF, BN], y.layout)
+    else:
+        kept = gl.allocate_shared_memory(gl.float32, [2, _HALF if LEAVES == 8 else 1, BN], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -133,8 +158,8 @@ def tree_product_kernel(x, w, bias, y, M, N, steps, tiles, BIAS: gl.constexpr, L
         mbarrier.init(free.index(s), count=2)
     gl.warp_specialize(
         [
-            (_multiply, (y, bias, parked, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS, LEAVES, 0, BN, STAGES, GROUP)),
-            (_multiply, (y, bias, parked, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS, LEAVES, 1, BN, STAGES, GROUP)),
+            (_multiply, (y, bias, kept, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS, COPIED, LEAVES, 0, BN, STAGES, GROUP)),
+            (_multiply, (y, bias, kept, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS, COPIED, LEAVES, 1, BN, STAGES, GROUP)),
             (_fill, (x, w, x_ring, w_ring, ready, free, M, N, LEAVES * steps, tiles, BN, BK, STAGES, GROUP)),
         ],
         [4, 1],
@@ -152,10 +177,10 @@ def fits(K: int, leaves: int) -> bool:
     return leaves in (2, 4, 8) and K % (leaves * STEP) == 0
 
 
-def _descriptor(x, rows: int):
+def _descriptor(x, rows: int, columns: int = STEP):
     """Blocks of ``x`` for the copy engine."""
-    x, block = portable.copyable(x), [rows, STEP]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+    block, dtype = [rows, columns], gl.float32 if x.dtype == torch.float32 else gl.bfloat16
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout.get_default_for(block, dtype))
 
 
 def product(x, weight, dtype, bias, leaves: int):
@@ -173,10 +198,11 @@ def product(x, weight, dtype, bias, leaves: int):
 def _launch(x, weight, bias, y, leaves, tiles, processors, parts=1):
     """``y`` [M, N], or [parts, M, N], each of ``leaves`` leaves."""
     (M, K), N = x.shape, weight.shape[0]
+    copied = parts == 1 and N * y.itemsize % 16 == 0
     if tiles:
         tree_product_kernel[min(tiles, processors), parts](
-            _descriptor(x, ROWS // 2), _descriptor(weight, COLUMNS), y if bias is None else bias, y, M, N, K // (parts * leaves) // STEP, tiles,
-            bias is not None, leaves, COLUMNS, STEP, STAGES, GROUP, parts > 1, num_warps=4, maxnreg=REGISTERS,
-            **COMPILE,
+            _descriptor(portable.copyable(x), ROWS // 2), _descriptor(portable.copyable(weight), COLUMNS), y if bias is None else bias,
+            _descriptor(y, ROWS // 2, COLUMNS) if copied else y, M, N, K // (parts * leaves) // STEP, tiles, bias is not None, copied, leaves,
+            COLUMNS, STEP, STAGES, GROUP, parts > 1, num_warps=4, maxnreg=REGISTERS, launch_pdl=True, **COMPILE,
         )  # fmt: skip
     return y
