@@ -63,12 +63,12 @@ def _backend(device: torch.device):
         from isoexec.ops.logprob import reference as logprob
         from isoexec.ops.matmul import reference as matmul
 
-        return SimpleNamespace(logprob=logprob, matmul=matmul, partial_sum=lambda g, weight: g @ weight.float())
+        return SimpleNamespace(logprob=logprob, matmul=matmul, operand=lambda g, _: g, partial_sum=lambda g, weight: g @ weight.float())
     from isoexec.ops.logprob import triton as logprob
     from isoexec.ops.matmul import gpu as matmul
 
-    partial_sum = lambda g, weight: torch.mm(g.to(weight.dtype), weight, out_dtype=torch.float32)  # noqa: E731
-    return SimpleNamespace(logprob=logprob, matmul=matmul, partial_sum=partial_sum)
+    partial_sum = lambda g, weight: torch.mm(g, weight, out_dtype=torch.float32)  # noqa: E731
+    return SimpleNamespace(logprob=logprob, matmul=matmul, operand=torch.Tensor.to, partial_sum=partial_sum)
 
 
 class _Tiles(torch.autograd.Function):
@@ -92,16 +92,17 @@ class _Tiles(torch.autograd.Function):
         x, weight, tokens, temperature, maximum, total = ctx.saved_tensors
         backend, (count, width), wanted = _backend(x.device), (x.shape[0], weight.shape[0]), ctx.needs_input_grad
         first, real = shard_columns(width, ctx.sizes["vocab_size"], ctx.sizes["tp"])
+        grad = grad / temperature  # a row's gradient is linear in it
 
         def tile(rows, columns):
-            """Gradient of the logits, before the temperature."""
+            """Gradient of the logits, before the temperature: what both products take."""
             y = backend.matmul.lm_head(x[rows], weight[columns])
             y = backend.logprob.scale_by_temperature(y, _of(temperature, rows))
             inside = min(max(real - columns.start, 0), columns.stop - columns.start)
             y = backend.logprob.token_gradient(
                 grad[rows], y, tokens[rows], maximum[rows], total[rows], first=first + columns.start, real=inside
             )
-            return backend.logprob.scale_by_temperature(y, _of(temperature, rows))
+            return backend.operand(y, weight.dtype)
 
         grad_x, grad_weight = (torch.empty_like(leaf) if needed else None for leaf, needed in zip((x, weight), wanted))
         step = max(SUM_BYTES // (4 * x.shape[1]), 1)
