@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -28,25 +28,7 @@ LEFT_OUT = ("test_recorded.py", "test_interpreted.py", "test_compile.py")
 
 def main(commit: str, result=HERE / "gpu_results.json") -> bool:
     files = sorted(path for path in HERE.glob("test_*.py") if path.name not in LEFT_OUT)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as together:
-
-        def run(path):
-            report = Path(folder, f"{path.stem}.xml")
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(path)]
-            done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True)
-            print(path.name, done.stdout[-3000:] if done.returncode else done.stdout.splitlines()[-1], flush=True)
-            return list(ElementTree.parse(report).iter("testcase"))
-
-        cases = [case for found in together.map(run, files) for case in found]
-    passed, other = [], {}
-    for case in cases:
-        name = f"{case.get('classname').rsplit('.', 1)[-1]}::{case.get('name')}"
-        outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-        if outcome is None:
-            passed.append(name)
-        else:
-            other[name] = f"{outcome.tag}: {(outcome.get('message') or '').splitlines()[0][:300]}"
-    run = dict(commit=commit, date=datetime.date.today().isoformat(), sources=digests(), passed=sorted(passed), other=other)
+    run = dict(commit=commit, date=datetime.date.today().isoformat(), sources=digests(), unfinished=[path.name for path in files], passed=[], other={})
     record = dict(
         device=torch.cuda.get_device_name(),
         torch=torch.__version__,
@@ -54,8 +36,31 @@ def main(commit: str, result=HERE / "gpu_results.json") -> bool:
         providers={p.name: p.sha256 for p in PROVIDERS.values()},
         runs=[run],
     )
-    Path(result).write_text(json.dumps(record, indent=1) + "\n")
-    return bool(passed) and not other
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as together:
+
+        def cases_of(path):
+            report = Path(folder, f"{path.stem}.xml")
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(path)]
+            done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True)
+            print(path.name, done.stdout[-3000:] if done.returncode else done.stdout.splitlines()[-1], flush=True)
+            return path.name, list(ElementTree.parse(report).iter("testcase"))
+
+        for ended in as_completed([together.submit(cases_of, path) for path in files]):
+            name, cases = ended.result()
+            run["unfinished"].remove(name)
+            for case in cases:
+                count(case, run)
+            Path(result).write_text(json.dumps(record, indent=1) + "\n")  # as they come: a run that is cut leaves what had ended
+    return bool(run["passed"]) and not run["other"]
+
+
+def count(case, run) -> None:
+    name = f"{case.get('classname').rsplit('.', 1)[-1]}::{case.get('name')}"
+    outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+    if outcome is None:
+        run["passed"] = sorted([*run["passed"], name])
+    else:
+        run["other"][name] = f"{outcome.tag}: {(outcome.get('message') or '').splitlines()[0][:300]}"
 
 
 if __name__ == "__main__":
