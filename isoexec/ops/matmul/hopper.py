@@ -3,13 +3,14 @@
 The same leaves, each accumulated in ascending K by the same kind of instruction, and the same tree as in triton.py: the same bits. A warpgroup
 adds its leaves while the other one multiplies; the next tile's operands arrive, and this one's sums leave, by the copy engine. What bounds a
 tile's size is the register file: the running leaf and two waiting sums take 192 of a thread's 255 registers, so that the sum of the first half of
-eight leaves waits in shared memory. Where tiles are fewer than processors, several programs take a subtree of a tile's leaves each, and a second
+eight leaves waits in shared memory. Few rows take tiles of 64 columns. Where tiles are fewer than processors, several programs take a subtree of a tile's leaves each, and a second
 launch the tree over the subtrees.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,11 +23,15 @@ from isoexec.ops._core import triton_math
 from isoexec.ops._core.triton_math import COMPILE
 from isoexec.ops.matmul import triton as portable
 
-#: Committed, never tuned at run time.
-ROWS, COLUMNS, STEP, STAGES, GROUP = 128, 128, 64, 5, 4
+#: Committed, never tuned at run time: columns of a tile -> stages. Narrow tiles where that makes no more of them than there are processors.
+ROWS, STEP = 128, 64
+WIDE, NARROW = 128, 64
+STAGES = {WIDE: 5, NARROW: 8}
+#: Row tiles that share their weights in the L2 cache, for up to two tiles a processor and for more.
+GROUP = 8, 2
 REGISTERS = 168  # a thread's, before the warpgroups take the copying warp's
-#: Up to so many rows a tile would be half empty; the portable form takes them.
-FEW_ROWS = 64
+#: Up to so many rows the portable form is faster.
+FEW_ROWS = 128
 _HALF = gl.constexpr(64)  # rows of a warpgroup
 _tree_push = gluon.jit(triton_math.tree_push.fn)
 
@@ -50,13 +55,15 @@ def _fill(x, w, x_ring, w_ring, ready, free, M, N, steps, tiles, BN: gl.constexp
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, column = _place(tile, M, N, BN, GROUP)
+        both = row + _HALF < M  # a block without a row takes the engine longer than one with; nothing is stored of what is found in its place
         for s in range(steps):
             slot = count % STAGES
             mbarrier.wait(free.index(slot), ((count // STAGES) & 1) ^ 1)
             full = ready.index(slot)
-            mbarrier.expect(full, (2 * _HALF + BN) * BK * 2)
+            mbarrier.expect(full, (2 * _HALF + BN) * BK * 2, pred=both)
+            mbarrier.expect(full, (_HALF + BN) * BK * 2, pred=not both)
             tma.async_copy_global_to_shared(x, [row, (first + s) * BK], full, x_ring.index(2 * slot))
-            tma.async_copy_global_to_shared(x, [row + _HALF, (first + s) * BK], full, x_ring.index(2 * slot + 1))
+            tma.async_copy_global_to_shared(x, [row + _HALF, (first + s) * BK], full, x_ring.index(2 * slot + 1), pred=both)
             tma.async_copy_global_to_shared(w, [column, (first + s) * BK], full, w_ring.index(slot))
             count += 1
 
@@ -183,26 +190,40 @@ def _descriptor(x, rows: int, columns: int = STEP):
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout.get_default_for(block, dtype))
 
 
-def product(x, weight, dtype, bias, leaves: int):
-    """``x`` [M, K] bf16 times ``weight`` [N, K] bf16 transposed, by ``leaves`` parts of K; bias added in fp32 -> [M, N] in ``dtype``."""
-    M, N = x.shape[0], weight.shape[0]
-    tiles, processors, parts = triton.cdiv(M, ROWS) * triton.cdiv(N, COLUMNS), _processors(x.device), 1
+class _Form(NamedTuple):
+    """Columns of a tile, number of tiles, programs that share one out."""
+
+    columns: int
+    tiles: int
+    parts: int
+
+
+def form(M: int, N: int, leaves: int, processors: int) -> _Form:
+    columns = NARROW if triton.cdiv(M, ROWS) * triton.cdiv(N, NARROW) <= processors else WIDE
+    tiles, parts = triton.cdiv(M, ROWS) * triton.cdiv(N, columns), 1
     while parts < leaves and 2 * parts * tiles <= processors:
         parts *= 2
-    if parts == 1:
-        return _launch(x, weight, bias, torch.empty(M, N, dtype=dtype, device=x.device), leaves, tiles, processors)
-    apart = torch.empty(parts, M, N, dtype=torch.float32, device=x.device)
-    return portable.tree(_launch(x, weight, None, apart, leaves // parts, tiles, processors, parts), dtype, bias, early=True)
+    return _Form(columns, tiles, parts)
 
 
-def _launch(x, weight, bias, y, leaves, tiles, processors, parts=1):
+def product(x, weight, dtype, bias, leaves: int):
+    """``x`` [M, K] bf16 times ``weight`` [N, K] bf16 transposed, by ``leaves`` parts of K; bias added in fp32 -> [M, N] in ``dtype``."""
+    M, N, processors = x.shape[0], weight.shape[0], _processors(x.device)
+    chosen = form(M, N, leaves, processors)
+    if chosen.parts == 1:
+        return _launch(x, weight, bias, torch.empty(M, N, dtype=dtype, device=x.device), leaves, chosen, processors)
+    apart = torch.empty(chosen.parts, M, N, dtype=torch.float32, device=x.device)
+    return portable.tree(_launch(x, weight, None, apart, leaves // chosen.parts, chosen, processors), dtype, bias, early=True)
+
+
+def _launch(x, weight, bias, y, leaves, chosen, processors):
     """``y`` [M, N], or [parts, M, N], each of ``leaves`` leaves."""
-    (M, K), N = x.shape, weight.shape[0]
+    (M, K), N, (columns, tiles, parts) = x.shape, weight.shape[0], chosen
     copied = parts == 1 and N * y.itemsize % 16 == 0
     if tiles:
         tree_product_kernel[min(tiles, processors), parts](
-            _descriptor(portable.copyable(x), ROWS // 2), _descriptor(portable.copyable(weight), COLUMNS), y if bias is None else bias,
-            _descriptor(y, ROWS // 2, COLUMNS) if copied else y, M, N, K // (parts * leaves) // STEP, tiles, bias is not None, copied, leaves,
-            COLUMNS, STEP, STAGES, GROUP, parts > 1, num_warps=4, maxnreg=REGISTERS, launch_pdl=True, **COMPILE,
+            _descriptor(portable.copyable(x), ROWS // 2), _descriptor(portable.copyable(weight), columns), y if bias is None else bias,
+            _descriptor(y, ROWS // 2, columns) if copied else y, M, N, K // (parts * leaves) // STEP, tiles, bias is not None, copied, leaves,
+            columns, STEP, STAGES[columns], GROUP[tiles > 2 * processors], parts > 1, num_warps=4, maxnreg=REGISTERS, launch_pdl=True, **COMPILE,
         )  # fmt: skip
     return y
