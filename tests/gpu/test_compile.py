@@ -121,39 +121,59 @@ def test_products_compile_for_other_architectures(architecture):
     assert ("tcgen05" if architecture == 100 else "mma.sync") in text
 
 
-@pytest.mark.parametrize("leaves,copied", [(8, "bf16"), (8, "fp32"), (2, "bf16"), (8, None), (4, None), (1, None)])
-def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers(leaves, copied):
+def compiled(kernel, constants, kinds, blocks, **options):
+    """``kinds``: name -> type of the arguments that are no int32; ``blocks``: (type, *shape) of tensor descriptors. -> (PTX, resources)"""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from isoexec.ops.matmul import hopper
-
-    early = copied is None
-    kernel, constants = hopper.tree_product_kernel, dict(BIAS=False, COPIED=not early, LEAVES=leaves, BN=hopper.COLUMNS, BK=hopper.STEP,
-                                                      STAGES=hopper.STAGES, GROUP=hopper.GROUP, EARLY=early)  # fmt: skip
-    blocks = {"x": ("bf16", hopper.ROWS // 2, hopper.STEP), "w": ("bf16", hopper.COLUMNS, hopper.STEP), "y": (copied, hopper.ROWS // 2, hopper.COLUMNS)}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else "*fp32" if name in ("y", "bias") else "i32"
+        signature[name] = "constexpr" if name in constants else kinds.get(name, "i32")
         kind, *block = blocks.get(name, (None,))
         if kind:
             layout = gl.NVMMASharedLayout.get_default_for(block, {"bf16": gl.bfloat16, "fp32": gl.float32}[kind])
             signature[name] = f"tensordesc<{kind}{block},{layout!r}>"
-        elif name in ("y", "bias", "N"):
+        elif signature[name].startswith("*"):
             attributes[i,] = [["tt.divisibility", 16]]
-    compiled = triton.compile(GluonASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32),
-                              options=dict(num_warps=4, maxnreg=hopper.REGISTERS, launch_pdl=True, **COMPILE))  # fmt: skip
-    text = compiled.asm["ptx"]
+    made = triton.compile(GluonASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32),
+                          options=dict(num_warps=4, **options, **COMPILE))  # fmt: skip
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return made.asm["ptx"], usage
+
+
+@pytest.mark.parametrize("leaves,copied,columns", [(8, "bf16", 128), (8, "fp32", 128), (2, "bf16", 128), (8, "bf16", 64), (4, None, 128), (1, None, 64)])
+def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers(leaves, copied, columns):
+    from isoexec.ops.matmul import hopper
+
+    early = copied is None
+    constants = dict(BIAS=False, COPIED=not early, LEAVES=leaves, BN=columns, BK=hopper.STEP, STAGES=hopper.STAGES[columns], GROUP=hopper.GROUP[0],
+                     EARLY=early)  # fmt: skip
+    blocks = {"x": ("bf16", hopper.ROWS // 2, hopper.STEP), "w": ("bf16", columns, hopper.STEP)}
+    blocks |= {} if early else {"y": (copied, hopper.ROWS // 2, columns)}
+    text, usage = compiled(hopper.tree_product_kernel, constants, {"y": "*fp32", "bias": "*fp32"}, blocks, maxnreg=hopper.REGISTERS, launch_pdl=True)
     assert "wgmma" in text and "cp.async.bulk.tensor" in text and "setmaxnreg" in text
     assert ("griddepcontrol.launch_dependents" in text) == early and "griddepcontrol.wait" in text
     assert ("cp.async.bulk.tensor.2d.global" in text) == bool(copied)
     assert not re.search(r"fma\.rn\.f32|\b(atom|red)\.", text)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
     assert "LOCAL:0" in usage and "STACK:0" in usage, usage
+
+
+def test_the_pass_by_keys_of_two_warpgroups():
+    """P goes from registers to its product, and few addresses to the stack."""
+    from isoexec.ops.attention import hopper
+
+    constants = dict(G=8, REPEAT=4, K=hopper.CHANNELS, N=128, STAGES=hopper.STAGES)
+    blocks = {name: ("bf16", 64, hopper.CHANNELS) for name in ("q", "grad", "keys", "values")}
+    blocks |= {"lse": ("fp32", 64), "delta": ("fp32", 64), "saved": ("bf16", 64, 64)}
+    kinds = {"grad_k": "*bf16", "grad_v": "*bf16", "cu_seqlens": "*i32", "scale": "fp32"}
+    text, usage = compiled(hopper.paired_keys_kernel, constants, kinds, blocks, maxnreg=hopper.REGISTERS)
+    assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n128k16\.f32\.bf16\.bf16 +\{[^}]*\}, *\{", text)
+    assert "cp.async.bulk.tensor.1d" in text and "setmaxnreg" in text and not re.search(r"\b(atom|red)\.", text)
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 16 and "LOCAL:0" in usage, usage
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["few rows per expert", "many"])

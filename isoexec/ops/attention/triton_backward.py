@@ -4,7 +4,8 @@ P = exp(scale q k^T - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = sc
 arXiv 2307.08691). One program owns a block of keys of one key head (its gradients are sums over all of its query heads, ascending), or a
 block of queries of one head. The pass that computes dS first leaves it in memory as the bf16 operand that it is, in tiles of 128 queries
 and 128 keys, so that the other side's gradients are one product each; for heads of 256 channels, whose two sums by keys would leave no room
-for the products, that pass goes by queries and leaves P too. Where the tiles of one key head exceed a bound, both passes compute P and dS.
+for the products, that pass goes by queries and leaves P too. On sm_90 heads of 128 channels take the pass of hopper.py. Where the tiles of one
+key head exceed a bound, both passes compute P and dS.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isoexec.ops._core.rows import power_of_two
 from isoexec.ops._core.triton_math import COMPILE, dot, dot_add
+from isoexec.ops.attention import hopper
 
 #: Bytes of dS (and P) that lie in memory at once: more key heads take their turns.
 SAVED_BYTES = 6 << 30
@@ -263,11 +265,18 @@ class _Saved(NamedTuple):
 class _Problem:
     """What every launch takes."""
 
-    def __init__(self, grad, q, k, v, cu_seqlens, lse, delta, scale, longest):
-        self.q, self.k, self.v, self.grad, self.lse, self.delta, self.cu, self.scale = q, k, v, grad, lse, delta, cu_seqlens, scale
+    def __init__(self, grad, q, k, v, cu_seqlens, lse, scale, longest):
+        self.q, self.k, self.v, self.grad, self.lse, self.cu, self.scale = q, k, v, grad, lse, cu_seqlens, scale
         (self.T, self.H, self.K), self.G = q.shape, k.shape[1]
         self.repeat, self.sequences, self.longest = self.H // self.G, cu_seqlens.shape[0] - 1, longest
         self.N, self.tiles, self.form = power_of_two(self.sequences), _tiles(self.T, self.sequences, longest), TILES[self.K]
+
+    def sum_rows(self, out, save):
+        """Row sums of dO O, and the log-sum-exp, where the pass that comes looks for them."""
+        self.padded = hopper.rows(self.grad, out, self.lse, self.cu, self.longest) if save and hopper.serves(self.q) else None
+        if self.padded is None:
+            self.delta, R = torch.empty_like(self.lse), 4096 // self.K
+            delta_kernel[triton.cdiv(self.T * self.H, R),](self.grad, out, self.delta, self.T, self.H, self.K, R, num_warps=4, **COMPILE)
 
     def turns(self, budget):
         """Ranges (first key head, number) whose saved tiles fit ``budget``; one of all, and False, where those of one key head do not."""
@@ -283,6 +292,10 @@ class _Problem:
         return _Saved(torch.empty(groups * self.repeat * self.tiles * edge, edge, dtype=torch.bfloat16, device=self.q.device))
 
     def by_keys(self, saved, grads, first, groups):
+        if self.padded is not None:
+            inputs = self.q, self.k, self.v, self.grad, self.padded, saved.x, *grads[1:], self.cu, self.scale, self.longest
+            hopper.by_keys(*inputs, self.tiles, first, groups, self.N)
+            return
         BM, BN, warps, stages = self.form.keys
         keys_kernel[self.sequences * groups, triton.cdiv(self.longest, BN)](
             _rows(self.q, BM), _rows(self.k, BN), _rows(self.v, BN), _rows(self.grad, BM), self.lse, self.delta,
@@ -316,15 +329,12 @@ def gradients(grad, q, k, v, cu_seqlens, out, lse, scale, longest, budget=SAVED_
         longest: bound of the sequences' lengths.
         budget: bytes of dS and P in memory at once.
     """
-    T, H, K = q.shape
     grad, out = grad.contiguous(), out.contiguous()
     q, k, v = (_packed(x) for x in (q, k, v))
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    delta = torch.empty(H, T, dtype=torch.float32, device=q.device)
-    R = 4096 // K
-    delta_kernel[triton.cdiv(T * H, R),](grad, out, delta, T, H, K, R, num_warps=4, **COMPILE)
-    problem = _Problem(grad, q, k, v, cu_seqlens, lse, delta, scale, longest)
+    problem = _Problem(grad, q, k, v, cu_seqlens, lse.contiguous(), scale, longest)
     turns, save = problem.turns(budget)
+    problem.sum_rows(out, save)
     memory = [problem.memory(max(groups for _, groups in turns)) for _ in range(1 if problem.form.by_keys else 2)] if save else []
     for turn in turns:
         if not save:
