@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isoexec.contract import ContractError
 from isoexec.ops import logprob, matmul
@@ -52,6 +53,18 @@ def test_nothing_is_seen_outside_the_block(recorder):
         pass
     X * 2
     assert not recorder.strays
+
+
+def test_an_op_may_leave_a_tensor_of_a_list_undefined(recorder):
+    """As FlashAttention 3 does; torch makes None of it, and takes no None back from a mode."""
+
+    class Undefining(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return recorder.__torch_dispatch__(lambda *given, **named: [*func(*given, **named), None], types, args, kwargs)
+
+    with Undefining():
+        first, second, undefined = X.split(2)
+    assert torch.equal(torch.cat((first, second)), X) and undefined.numel() == 0
 
 
 def test_repeated_calls_are_counted(recorder):

@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
             self._issued_outside(func, args, kwargs, result)
         else:
             self._issued_inside(op, func, args, kwargs, result)
-        return result
+        return _without_holes(result)
 
     def _issued_inside(self, op: str, func, args, kwargs, result) -> None:
         if _in_backward() or registry.is_beyond_logprob():
@@ -142,6 +142,11 @@ class Recorder(TorchDispatchMode):
 
     def _current_case(self) -> str:
         return registry.current_case() or self._case()
+
+
+def _without_holes(result):
+    """An empty tensor for each None in a list: undefined tensors, such as FlashAttention 3's sums of splits, which torch takes from no mode."""
+    return [torch.empty(0) if x is None else x for x in result] if isinstance(result, list) else result
 
 
 def _in_backward() -> bool:
