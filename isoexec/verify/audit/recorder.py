@@ -130,6 +130,8 @@ class Recorder(TorchDispatchMode):
         self._beyond.update(storage for storage in _storages(result) if storage not in read)
 
     def _launched(self, kernel: str) -> None:
+        if launches.allowed(kernel):
+            return
         if registry.current_op() is None and not _in_backward() and not registry.is_beyond_logprob():
             self._add(f"triton.{kernel}", "kernel", "")
 
@@ -145,7 +147,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _without_holes(result):
-    """An empty tensor for each None in a list: undefined tensors, such as FlashAttention 3's sums of splits, which torch takes from no mode."""
+    """Empty tensors for the undefined ones of a list (FlashAttention 3's sums of splits): torch takes no None back from a mode."""
     return [torch.empty(0) if x is None else x for x in result] if isinstance(result, list) else result
 
 
