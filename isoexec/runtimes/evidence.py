@@ -177,7 +177,20 @@ def launch_tables(architecture: str) -> dict[str, str]:
 def providers(targets: Iterable[str]) -> dict[str, str]:
     """Provider binaries that implementations load -> sha256 of their files, or ``"absent"``."""
     used = sorted({name for target in set(targets) for name in providers_of(target)})
-    return {name: provider.digest(root) if (root := provider.folder() / name).is_dir() else "absent" for name in used}
+    roots = {name: provider.folder() / name for name in used}
+    return {name: _provider_digest(root, _statuses(root)) if root.is_dir() else "absent" for name, root in roots.items()}
+
+
+def _statuses(root: Path) -> tuple[tuple[str, int, int, int, int], ...]:
+    """Path, inode, size and times of every file under ``root``: what changes when a file is written or replaced."""
+    found = ((path.as_posix(), path.stat()) for path in sorted(root.rglob("*")) if path.is_file())
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found)
+
+
+@functools.lru_cache(maxsize=None)
+def _provider_digest(root: Path, statuses: tuple) -> str:
+    """Read again only where ``statuses`` moved: FlashAttention 3 alone is 150 MB, and a handshake comes before every weight sync."""
+    return provider.digest(root)
 
 
 @functools.lru_cache(maxsize=None)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isoexec.contract import ContractError
 from isoexec.ops import logprob, matmul
@@ -52,6 +53,18 @@ def test_nothing_is_seen_outside_the_block(recorder):
         pass
     X * 2
     assert not recorder.strays
+
+
+def test_an_op_may_leave_a_tensor_of_a_list_undefined(recorder):
+    """As FlashAttention 3 does; torch makes None of it, and takes no None back from a mode."""
+
+    class Undefining(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return recorder.__torch_dispatch__(lambda *given, **named: [*func(*given, **named), None], types, args, kwargs)
+
+    with Undefining():
+        first, second, undefined = X.split(2)
+    assert torch.equal(torch.cat((first, second)), X) and undefined.numel() == 0
 
 
 def test_repeated_calls_are_counted(recorder):
@@ -181,6 +194,7 @@ def test_triton_launches(recorder):
             probe(X, "ours")
             with registry.beyond_logprob():
                 launch("loss")
+            launch("_zero_kv_blocks_kernel")  # vLLM's, in the allow-list
             launch("stray")
         launch("later")
     finally:
@@ -200,11 +214,11 @@ def test_kernels_of_a_profile():
     ours = launches.triton_kernels()
     assert len(ours) > 20 and all(name.isidentifier() for name in ours)
     names = [*sorted(ours)[:2], "void deep_gemm::sm90_bf16_gemm_impl<1>", "void cutlass::device_kernel<flash::FlashAttnFwdSm90<x>>",
-             "Memcpy DtoD (Device -> Device)", "Memset (Device)", "ncclDevKernel_AllGather_RING_LL(x)"]  # fmt: skip
-    ran = Counter(names + ["ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", "fused_kernel", "elementwise", "elementwise"])
-    assert launches.unexplained(ran, Counter({"elementwise": 1})) == {
-        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)": 1, "fused_kernel": 1, "elementwise": 1,
-    }  # fmt: skip
+             "Memcpy DtoD (Device -> Device)", "Memset (Device)", "ncclDevKernel_AllGather_RING_LL(x)",
+             "batch_memcpy_kernel"]  # fmt: skip
+    unknown = ["ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", "fused_kernel", "fused_batch_memcpy_kernel"]
+    ran = Counter(names + unknown + ["elementwise", "elementwise"])
+    assert launches.unexplained(ran, Counter({"elementwise": 1})) == dict.fromkeys([*unknown, "elementwise"], 1)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import os
+import time
 from collections import Counter
 
 import pytest
@@ -15,6 +17,7 @@ from isoexec.contract.manifest import Manifest
 from isoexec.ops._core import registry
 from isoexec.ops._core.bits import nudge
 from isoexec.ops._core.digest import tensors_digest
+from isoexec.ops._core.provider import PROVIDERS_VARIABLE
 from isoexec.runtimes import compose, evidence
 from isoexec.runtimes.handshake import check_process_served, check_weights, handshake, process_identity
 
@@ -61,6 +64,22 @@ def test_another_temperature_is_refused():
         ContractError, match='settings.temperature: engine has "0x3f333333", trainer has "0x3f800000"; give both sides the same setting'
     ):
         handshake(CONTRACT, {"engine": identity(temperature=0.7), "trainer": identity()})
+
+
+def test_a_provider_s_binary_is_read_again_where_it_changed(monkeypatch, tmp_path):
+    """A handshake comes before every sync and a binary has 150 MB; an edit that keeps size and time of the last change shows all the same."""
+    monkeypatch.setenv(PROVIDERS_VARIABLE, str(tmp_path))
+    binary = tmp_path / "flash_attention_3" / "kernels.so"
+    binary.parent.mkdir()
+    binary.write_bytes(b"0" * 64)
+    [target] = {op.implementations["cuda"] for name, op in evidence.declarations().items() if name == "attention.paged"}
+    assert evidence.providers([target]) == (first := evidence.providers([target])) and len(first["flash_attention_3"]) == 64
+    assert evidence._provider_digest.cache_info().hits >= 1  # the second found nothing changed
+    times = binary.stat().st_atime_ns, binary.stat().st_mtime_ns
+    time.sleep(0.02)  # a file system's clock has ticks
+    binary.write_bytes(b"0" * 63 + b"1")
+    os.utime(binary, ns=times)
+    assert evidence.providers([target]) != first
 
 
 @pytest.mark.parametrize("identities", [{}, {"engine": "{}"}])

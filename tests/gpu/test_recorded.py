@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from isoexec.ops._core.provider import PROVIDERS
 from isoexec.ops.attention import fa3
 from tests.gpu import sources
@@ -25,6 +27,30 @@ def test_the_runs_are_of_this_code():
     now = sources.digests()
     other = sorted(name for name in recorded.keys() | now.keys() if recorded.get(name) != now.get(name))
     assert not other, f"gpu_results.json is a record of other kernels than {', '.join(other)}: run python -m tests.gpu.record COMMIT on a GPU"
+
+
+@pytest.mark.parametrize("name,run", json.loads((HERE / "verify_results.json").read_text()).items())
+def test_no_bit_differed_in_a_verification(name, run):
+    assert run["status"] == 0 and len(run["runs"]) == 13
+    assert {(r["bit_equal"], r["rows_equal"], r["max_abs"]) for r in run["runs"]} == {(1.0, 1.0, 0.0)}
+    for model in run["models"].values():
+        assert model["control"]["bit_equal"] == 0.0 < model["control"]["max_abs"], "one ulp in one weight shows in every token"
+        assert model["contract"]["handshakes"] == 4 and len({entry["version"] for entry in model["contract"]["weights"]}) == 2
+
+
+def test_no_bit_differed_in_training():
+    run = json.loads((HERE / "training_results.json").read_text())
+    assert [step["weight_version"] for step in run["steps"]] == [1, 2, 3] and len({sync["version"] for sync in run["syncs"]}) == 4
+    for step in run["steps"]:
+        assert [step[f"rollout_train_logprobs_abs_diff_{moment}"] for moment in ("mean", "max", "std")] == [0.0, 0.0, 0.0]
+        assert [step[f"first_minibatch{kind}_ratio_{end}"] for kind in ("", "_rollout") for end in ("min", "max")] == [1.0] * 4
+        assert step["bit_equal"] == 1.0 and step["tokens"] > 300 and step["grad_norm"] > 0
+
+
+def test_comparing_the_weights_is_less_than_a_fiftieth_of_a_sync():
+    run = json.loads((HERE / "training_results.json").read_text())
+    for step, sync in list(zip(run["steps"], run["syncs"][1:]))[1:]:  # the first ones compile
+        assert sync["seconds"]["flush"] + sync["seconds"]["comparison"] < step["seconds"]["sync"] / 50
 
 
 def test_a_change_of_code_shows_and_a_comment_does_not():

@@ -15,6 +15,8 @@ _BLOCK = 1024
 _PIECES = 2048
 #: Pieces of a row beyond which its sum is cut among programs, and into how many parts at most.
 _WIDE, _PARTS = 1 << 15, 64
+#: Rows from which on a program takes several with the same keys: making a key is most of the work. Their number, pieces at once, and warps.
+_MANY, _SHARING = 512, (8, 512, 4)
 #: Pieces that the compiler may take for whole loads, and tensors of one launch.
 _UNIT, _TOGETHER = 16, 8
 #: Most programs of :func:`part_sum`: some for each multiprocessor of any GPU.
@@ -56,6 +58,22 @@ def _rows_kernel(pieces, out, length, units, stride, programs, UNIT: tl.constexp
         at = start + tl.arange(0, BLOCK)
         total += _keys(at, STEP) * _number(tl.load(pieces + row * stride + at, mask=at < n, other=0))
     tl.store(out + row * programs + part, tl.sum(total, 0).to(tl.int64, bitcast=True) + tl.where(part == 0, length, 0))
+
+
+@triton.jit(do_not_specialize=["units"])
+def _many_rows_kernel(pieces, out, length, T, units, stride, programs, UNIT: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
+    """:func:`_rows_kernel` for ROWS rows, which share the keys."""
+    n = units * UNIT
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(1)
+    total = tl.zeros([ROWS, BLOCK], dtype=tl.uint64)
+    for start in range(part * BLOCK, n, programs * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = (rows[:, None] < T) & (at[None, :] < n)
+        total += _keys(at, STEP)[None, :] * _number(tl.load(pieces + rows[:, None] * stride + at[None, :], mask=inside, other=0))
+    found = tl.sum(total, 1).to(tl.int64, bitcast=True) + tl.where(part == 0, length, 0)
+    tl.store(out + rows * programs + part, found, mask=rows < T)
 
 
 @triton.jit(do_not_specialize=[f"{name}{i}" for name in "ons" for i in range(8)])
@@ -164,9 +182,15 @@ def row_sums(pieces: torch.Tensor, length: int, out: torch.Tensor | None = None)
     programs = min(triton.cdiv(n, _PIECES), _PARTS) if n > _WIDE else 1
     found = out if programs == 1 else torch.empty(T, programs, dtype=torch.int64, device=pieces.device)
     unit = _UNIT if n % _UNIT == 0 else 1
-    _rows_kernel[(T, programs)](
-        pieces, found, length, n // unit, pieces.stride(0), programs, UNIT=unit, STEP=_STEP, BLOCK=_PIECES, num_warps=4
-    )
+    if T < _MANY:
+        _rows_kernel[(T, programs)](
+            pieces, found, length, n // unit, pieces.stride(0), programs, UNIT=unit, STEP=_STEP, BLOCK=_PIECES, num_warps=4
+        )
+    else:
+        rows, block, warps = _SHARING
+        _many_rows_kernel[(triton.cdiv(T, rows), programs)](
+            pieces, found, length, T, n // unit, pieces.stride(0), programs, UNIT=unit, STEP=_STEP, ROWS=rows, BLOCK=block, num_warps=warps
+        )
     if programs > 1:
         torch.sum(found, 1, out=out)
     return out

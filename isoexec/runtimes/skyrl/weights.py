@@ -7,6 +7,7 @@ without a contract, SkyRL's senders do, fed by isoexec's mapping, or the file wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import tempfile
@@ -64,11 +65,11 @@ class Sync:
             shaken = time.perf_counter()
             await self._transfer(client, engine_config)
             sent = time.perf_counter()
-            found = await self._flush_and_compare(client)
+            found, flushed = await self._flush_and_compare(client)
             done = time.perf_counter()
             if found:
-                took = f"handshake {shaken - began:.3f} s, transfer {sent - shaken:.3f} s, flush and comparison {done - sent:.3f} s"
-                logger.info(f"{found}; {took}")
+                parts = {"handshake": shaken - began, "transfer": sent - shaken, "flush": flushed - sent, "comparison": done - flushed}
+                logger.info("; ".join((found, ", ".join(f"{name} {seconds:.4f} s" for name, seconds in parts.items()))))
             self._syncs += 1
             dist.barrier()
         finally:
@@ -94,33 +95,44 @@ class Sync:
         if self._syncs:  # before the first sync no engine has sampled
             await client.call("isoexec_check_served")
 
-    async def _flush_and_compare(self, client) -> str:
+    async def _flush_and_compare(self, client) -> tuple[str, float]:
         """Forget what the old weights computed, and refuse to go on where an engine does not hold the policy's weights, in the contract's
         dtypes. Both sides digest at once, and while the caches are flushed.
 
         Returns:
-            What was found, on the rank that speaks with the engines; elsewhere, and without a contract, nothing.
+            What was found, on the rank that speaks with the engines (elsewhere, and without a contract, nothing); when the caches were
+            flushed, after which only the comparison was waited for.
 
         Raises:
             ContractError: names the first tensor that differs, both values and what to do.
         """
         contract, speaks = self.worker.contract, dist.get_rank() == 0
-        pending = None if contract is None else self.worker.begin_weight_digests()
-        calls = [client.reset_prefix_cache(reset_running_requests=True)] if speaks else []
-        if speaks and contract is not None:
-            calls.append(client.call("isoexec_weights"))
-        answers = await asyncio.gather(*calls, return_exceptions=True)  # neither call outlives this one
+        device = torch.cuda.device(torch.cuda.current_device()) if uses_gpus() else contextlib.nullcontext()
+
+        def manifest():
+            with device:  # each thread has one of its own
+                return manifest_of_ranks(self.worker.begin_weight_digests())
+
+        async def flush() -> float:
+            if speaks:
+                await client.reset_prefix_cache(reset_running_requests=True)
+            return time.perf_counter()
+
+        calls = [flush()]
+        if contract is not None:  # a thread, since the requests are sent by this one
+            calls.append(asyncio.to_thread(manifest))
+            calls += [client.call("isoexec_weights")] if speaks else []
+        answers = await asyncio.gather(*calls, return_exceptions=True)  # no call outlives this one
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        if contract is None:
-            return ""
-        ours = manifest_of_ranks(pending)
-        if not speaks:
-            return ""
-        engines = {f"engine {n}": found["weights"] for n, found in enumerate(answers[1])}
+        flushed, *manifests = answers
+        if not speaks or contract is None:
+            return "", flushed
+        ours, theirs = manifests
+        engines = {f"engine {n}": found["weights"] for n, found in enumerate(theirs)}
         version = check_weights(contract, {"trainer": ours} | engines)
-        return f"weights {version[:12]}: {len(ours.tensors)} tensors equal in the policy and {len(engines)} engines"
+        return f"weights {version[:12]}: {len(ours.tensors)} tensors equal in the policy and {len(engines)} engines", flushed
 
     async def _transfer(self, client, engine_config) -> None:
         raise NotImplementedError

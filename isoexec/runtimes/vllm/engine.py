@@ -98,6 +98,8 @@ class RolloutEngine:
             raise RuntimeError("this process already holds an engine; close it before building another")
         if current_platform.is_cpu():
             os.environ.setdefault("VLLM_MLA_DISABLE", "1")  # upstream has no latent attention there, but its per-head form
+        else:  # a share that must be free at the start, where the blocks are counted below: others may have the rest
+            engine_args = {"gpu_memory_utilization": 0.05, **engine_args}
         config = read_config(model)
         register_model(config)
         contract = active_contract()

@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
             self._issued_outside(func, args, kwargs, result)
         else:
             self._issued_inside(op, func, args, kwargs, result)
-        return result
+        return _without_holes(result)
 
     def _issued_inside(self, op: str, func, args, kwargs, result) -> None:
         if _in_backward() or registry.is_beyond_logprob():
@@ -130,6 +130,8 @@ class Recorder(TorchDispatchMode):
         self._beyond.update(storage for storage in _storages(result) if storage not in read)
 
     def _launched(self, kernel: str) -> None:
+        if launches.allowed(kernel):
+            return
         if registry.current_op() is None and not _in_backward() and not registry.is_beyond_logprob():
             self._add(f"triton.{kernel}", "kernel", "")
 
@@ -142,6 +144,11 @@ class Recorder(TorchDispatchMode):
 
     def _current_case(self) -> str:
         return registry.current_case() or self._case()
+
+
+def _without_holes(result):
+    """Empty tensors for the undefined ones of a list (FlashAttention 3's sums of splits): torch takes no None back from a mode."""
+    return [torch.empty(0) if x is None else x for x in result] if isinstance(result, list) else result
 
 
 def _in_backward() -> bool:
