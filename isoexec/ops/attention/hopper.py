@@ -39,7 +39,7 @@ def rows_kernel(grad, out, lse, lse_out, delta_out, cu_seqlens, T, P, H: tl.cons
     o = tl.load(out + at, mask=here[:, None], other=0.0).to(tl.float32)
     to = head * P + (start // 4 + b) * 4 + i
     tl.store(delta_out + to, tl.sum(g * o, 1), mask=here)
-    tl.store(lse_out + to, tl.load(lse + head * T + start + i, mask=here, other=0.0) * 1.4426950408889634, mask=here)
+    tl.store(lse_out + to, tl.load(lse + head * T + start + i, mask=here, other=0.0) * _LOG2E, mask=here)
 
 
 @gluon.jit

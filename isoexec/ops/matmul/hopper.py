@@ -3,8 +3,8 @@
 The same leaves, each accumulated in ascending K by the same kind of instruction, and the same tree as in triton.py: the same bits. A warpgroup
 adds its leaves while the other one multiplies; the next tile's operands arrive, and this one's sums leave, by the copy engine. What bounds a
 tile's size is the register file: the running leaf and two waiting sums take 192 of a thread's 255 registers, so that the sum of the first half of
-eight leaves waits in shared memory. Few rows take tiles of 64 columns. Where tiles are fewer than processors, several programs take a subtree of a tile's leaves each, and a second
-launch the tree over the subtrees.
+eight leaves waits in shared memory. Few rows take tiles of 64 columns; where those are fewer than processors, several programs take a subtree of
+a tile's leaves each, and a second launch the tree over the subtrees.
 """
 
 from __future__ import annotations
