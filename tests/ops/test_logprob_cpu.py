@@ -134,6 +134,9 @@ def test_from_hidden_states_no_tile_moves_a_bit(monkeypatch, temperature):
     moved = of_hidden.of_hidden(nudge(x.detach(), index=3 * 96 + 5), weight, tokens, temperature, **settings())
     assert not bit_equal(moved[3:4], want[3:4])
     same_bits(moved[4:], want[4:], "other rows")
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(of_hidden, "_backend", None)  # a score keeps nothing for a gradient
+        same_bits(of_hidden.of_hidden(x, weight, tokens, temperature, **settings()), want, "a score")
     expected = torch.autograd.grad(want, (x, weight), grad)
     for a, b in zip(torch.autograd.grad(found, (x, weight), grad), expected):
         assert (a - b).float().norm() <= 4e-3 * b.float().norm()

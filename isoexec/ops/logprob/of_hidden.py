@@ -40,7 +40,7 @@ def of_hidden(x, weight, tokens, temperature, *, vocab_size, vocab_block, tp=Non
     arguments = x, weight, tokens, temperature, dict(vocab_size=vocab_size, vocab_block=vocab_block, tp=tp if group_size(tp) > 1 else None)
     if x.shape[0] * weight.shape[0] * 4 <= LOGIT_BYTES:
         return _rows(*arguments)
-    return _Tiles.apply(*arguments)
+    return _Tiles.apply(*arguments, torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
 
 
 def _rows(x, weight, tokens, temperature, sizes):
@@ -73,12 +73,13 @@ def _backend(device: torch.device):
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, tokens, temperature, sizes):
+    def forward(ctx, x, weight, tokens, temperature, sizes, wanted):
+        """``wanted``: a gradient, for which each row's maximum and sum are kept."""
         logprobs, statistics = [], []
         for rows in _tiles(x.shape[0], weight.shape[0]):
             scaled = scale_by_temperature(lm_head(x[rows], weight), _of(temperature, rows))
             logprobs.append(token_logprob(scaled, tokens[rows], **sizes))
-            if any(ctx.needs_input_grad):
+            if wanted:
                 with registry.beyond_logprob():
                     statistics.append(_backend(x.device).logprob.statistics(scaled, **sizes))
             del scaled  # two tiles at a time
@@ -120,4 +121,4 @@ class _Tiles(torch.autograd.Function):
                 grad_x[rows] = sums
         for columns in _tiles(width, count) if wanted[1] and not one_block else ():
             grad_weight[columns] = backend.matmul.weight_gradient(tile(slice(0, count), columns), x, weight.dtype)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
