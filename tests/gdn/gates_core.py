@@ -150,9 +150,6 @@ def decode_tiles(form, chunk):
         extra = {"two_launches": 1} if launches == 2 else {}
         with entries("decode", chunk, BV=BV, num_warps=warps, **extra), entries("decode_main", chunk, BV=BV, num_warps=warps, **extra):
             same(f"decode in {launches} launches, BV {BV}, {warps} warps")
-    for early in (0, 1 << 30):
-        with entries("limits", None, **{**launch.settings("limits"), "early": early}):
-            same(f"inputs asked for early up to {early} pairs")
     for warps in (1, 2, 4):
         with entries("decode", chunk, BV=64, num_warps=4, two_launches=1), entries("decode_pre", chunk, num_warps=warps):
             same(f"first launch of {warps} warps")

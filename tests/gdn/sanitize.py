@@ -59,8 +59,7 @@ def core(form, chunk):
             assert_bit_equal(one_shot(x, lengths, chunk, form), base, "trainer")
     for two in (0, 1):
         stage = {**launch.settings("decode_main" if two else "decode", chunk), "two_launches": two}
-        # Whole chunks alone or not; a decode step's inputs late (`edges` asks for them early).
-        apart = {**launch.settings("limits"), "hopper_chunks": 1, "hopper_pairs": 1 if two else 1 << 30, "early": 0}
+        apart = {**launch.settings("limits"), "hopper_chunks": 1, "hopper_pairs": 1 if two else 1 << 30}  # whole chunks alone or not
         with entries("decode", chunk, **stage), entries("limits", None, **apart):
             run = engine(form, x, lengths, chunk, [3, 0, 2, 1], **FEW)
             run.prefill({0: chunk + 3, 3: 60})
