@@ -25,6 +25,10 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
     },
     # Registers for three programs on a processor, so that five sequences of 32 heads are one wave.
     "chain_hopper": dict.fromkeys(("16", "32"), {"BV": 64, "num_warps": 4, "stages": 4, "maxnreg": 168}),
+    "chain_roles": {  # registers: of the warps beside the state's
+        "16": {"BV": 64, "num_warps": 4, "stages": 4, "held": 2, "output_warps": 2, "registers": 56, "maxnreg": 128},
+        "32": {"BV": 64, "num_warps": 4, "stages": 4, "held": 2, "output_warps": 2, "registers": 88, "maxnreg": 168},
+    },
     "recur": dict.fromkeys(("16", "32", "64"), {"BV": 16, "num_warps": 4}),
     "recur_step": dict.fromkeys(("16", "32", "64"), {"BV": 32, "num_warps": 4}),
     "tail": {"16": {"num_warps": 2}, "32": {"num_warps": 2}, "64": {"num_warps": 4}},
@@ -61,7 +65,7 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
     },
     # Up to how many pairs of sequence and value head the narrow chains are faster, and decode is one launch; from how many chunks of
     # the longest sequence, and how many pairs, a prefill's whole chunks are a launch of their own on sm_90.
-    "limits": {"any": {"narrow": 6 * 32, "one_launch": 16 * 32, "hopper_chunks": 8, "hopper_pairs": 96}},
+    "limits": {"any": {"narrow": 6 * 32, "one_launch": 16 * 32, "hopper_chunks": 8, "hopper_pairs": 96, "roles_pairs": 64}},
     "conv": {"any": {"rows": 16, "channels": 512, "ahead": 4, "num_warps": 4, "maxnreg": 64}},
     "conv_step": {"any": {"channels": 256, "num_warps": 1}},
     "window": {"any": {"channels": 256, "num_warps": 4}},
