@@ -175,7 +175,9 @@ def test_refused_block_size(made, monkeypatch, open_engine):
     from isoexec.runtimes.vllm.gdn import MetadataBuilder
 
     monkeypatch.setenv(CONTRACT_VARIABLE, made("Qwen3_5ForCausalLM")[1])
-    config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="align"))
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(mamba_cache_mode="align"), scheduler_config=SimpleNamespace(max_num_seqs=1)
+    )
     MetadataBuilder(SimpleNamespace(block_size=48), [], config, torch.device("cpu"))
     with pytest.raises(ContractError, match="block_size: expected a multiple of numerics.gdn_chunk 16, found 24"):
         MetadataBuilder(SimpleNamespace(block_size=24), [], config, torch.device("cpu"))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from bitwise import same
 from variants import SOME, sample
 
-from isoexec.contract import ContractError, ExecutionContract
+from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract
 from isoexec.contract.manifest import differing
 from isoexec.ops._core.bits import nudge
 from isoexec.runtimes.handshake import check_weights
+from isoexec.runtimes.vllm.engine import replace_weights
 from tests.checkpoints import manifest_of
 
 #: Every stacking there is: gated qkv, qkvz, ba, experts, a shared expert, nested names, a vision tower that is left out.
@@ -198,3 +201,25 @@ class TestSync:
             else:
                 assert stale
                 assert folder == first or not equal, "the stale hit must show in the bits"
+
+
+def test_a_parameter_that_a_load_moves_is_refused(made, monkeypatch):
+    """A captured step reads where the old values lie; a manifest of the model would show the new ones."""
+
+    class Model(torch.nn.Linear):
+        moves = False
+
+        def load_weights(self, tensors):
+            for name, tensor in tensors:
+                self.get_parameter(name).data.copy_(tensor)
+            if self.moves:
+                self.bias.data = self.bias.data.clone()
+            return {"weight", "bias"}
+
+    monkeypatch.setenv(CONTRACT_VARIABLE, made(ARCHITECTURE)[1])
+    model = Model(2, 2)
+    runner = SimpleNamespace(get_model=lambda: model)
+    replace_weights(runner, [("weight", torch.ones(2, 2))])
+    model.moves = True
+    with pytest.raises(ContractError, match=r"weights: bias: expected its new values where the old ones lay.*1 of 2"):
+        replace_weights(runner, [("weight", torch.ones(2, 2))])

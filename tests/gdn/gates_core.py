@@ -16,7 +16,10 @@ from tests.gdn.gradient_cases import NAMES, gradients
 
 CHAIN_TILES = [(16, 1), (32, 2), (32, 4), (64, 4), (64, 2), (128, 8)]
 RECUR_TILES = [(16, 1), (32, 4), (64, 8)]
-WHOLE_CHUNKS = [(3, 168), (4, 224), (6, 168)]
+WHOLE_CHUNKS = [("chain_hopper", "whole_chunks_kernel", dict(stages=stages, maxnreg=most)) for stages, most in ((3, 168), (4, 224))] + [
+    ("chain_roles", "chain_roles_kernel", dict(stages=stages, held=held, output_warps=warps, registers=88, maxnreg=168))
+    for stages, held, warps in ((3, 1, 4), (4, 3, 2))
+]
 DECODE_TILES = [(1, 32, 2), (1, 64, 4), (1, 128, 8), (2, 32, 1), (2, 32, 2), (2, 64, 4), (2, 128, 4), (2, 128, 8)]
 
 
@@ -77,19 +80,18 @@ def whole_chunks(form, chunk):
     """Whole chunks in a launch of their own, whatever begins and ends a call: the outputs and states of one launch over all."""
     x = make(LENGTHS)
     base, full = one_shot(x, LENGTHS, chunk, form), whole(form, x, LENGTHS, chunk)
-    for stages, registers in WHOLE_CHUNKS:
-        with entries("limits", None, **{**launch.settings("limits"), "hopper_chunks": 1, "hopper_pairs": 1}), entries(
-            "chain_hopper", chunk, BV=64, num_warps=4, stages=stages, maxnreg=registers
-        ):
+    for name, kernel, setting in WHOLE_CHUNKS:
+        limits = {"hopper_chunks": 1, "hopper_pairs": 1, "roles_pairs": 1 << 30 if name == "chain_roles" else 0}
+        with entries("limits", None, **{**launch.settings("limits"), **limits}), entries(name, chunk, BV=64, num_warps=4, **setting):
             for first in ({}, {0: 5, 2: chunk, 4: chunk + 7, 6: 2}, {0: 100, 2: 250, 4: chunk + 1, 6: 31}):
                 run = engine(form, x, LENGTHS, chunk, [3, 0, 5, 1, 6, 2, 4])
                 run.prefill(first)
                 rest = {n: LENGTHS[n] - first.get(n, 0) for n in range(len(LENGTHS))}
                 names = launched(lambda: run.prefill(rest), warm=False)
-                assert "whole_chunks_kernel" in names, names
-                assert_bit_equal(run.o, base, f"{stages} stages, after {first}")
+                assert kernel in names, names
+                assert_bit_equal(run.o, base, f"{kernel} {setting}, after {first}")
                 for n in range(len(LENGTHS)):
-                    assert_same_state(run.state(n), full.state(n), f"{stages} stages, after {first}, sequence {n}")
+                    assert_same_state(run.state(n), full.state(n), f"{kernel} {setting}, after {first}, sequence {n}")
 
 
 def poisoned_workspaces(form, chunk):
@@ -150,9 +152,6 @@ def decode_tiles(form, chunk):
         extra = {"two_launches": 1} if launches == 2 else {}
         with entries("decode", chunk, BV=BV, num_warps=warps, **extra), entries("decode_main", chunk, BV=BV, num_warps=warps, **extra):
             same(f"decode in {launches} launches, BV {BV}, {warps} warps")
-    for early in (0, 1 << 30):
-        with entries("limits", None, **{**launch.settings("limits"), "early": early}):
-            same(f"inputs asked for early up to {early} pairs")
     for warps in (1, 2, 4):
         with entries("decode", chunk, BV=64, num_warps=4, two_launches=1), entries("decode_pre", chunk, num_warps=warps):
             same(f"first launch of {warps} warps")

@@ -16,7 +16,7 @@ D = 2 * H * K + HV * V
 NAMES = "x a b weight A_log dt_bias".split()
 #: Kernel -> other settings of it.
 FORWARD_TILES = {
-    "conv": [dict(rows=8, channels=128, steps=4, num_warps=2), dict(rows=32, channels=64, steps=1, num_warps=8)],
+    "conv": [dict(rows=8, channels=128, ahead=2, num_warps=2), dict(rows=16, channels=512, ahead=8, num_warps=4)],
     "inputs": [dict(rows=8, num_warps=2), dict(rows=32, num_warps=8)],
     "gating": [dict(rows=64, num_warps=1), dict(rows=256, num_warps=8)],
     "l2norm": [dict(rows=4, num_warps=1), dict(rows=32, num_warps=8)],

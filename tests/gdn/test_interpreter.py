@@ -84,7 +84,7 @@ y, tail = triton_edges.conv1d(x, weight, plan, window)
 assert_bit_equal(triton_edges.l2norm(y[:, : H * K].unflatten(-1, (H, K))), fused[0], "q")
 assert_bit_equal(triton_edges.gating(a, b, A_log, dt_bias)[0], fused[3], "g")
 assert_bit_equal(tail, fused[5], "window")
-launch.TABLE["conv"]["any"] = {**launch.TABLE["conv"]["any"], "rows": 4, "steps": 2}
+launch.TABLE["conv"]["any"] = {**launch.TABLE["conv"]["any"], "rows": 4, "ahead": 2}
 assert_bit_equal(triton_edges.conv1d(x, weight, plan, window)[0], y, "tiles inside one sequence")
 pool, at = torch.zeros(3, 3, D).bfloat16(), torch.tensor([2], dtype=torch.int32)
 for t in range(4):

@@ -13,6 +13,7 @@ from isoexec.ops import matmul, norm
 from isoexec.ops._core import registry
 from isoexec.ops._core.bits import nudge
 from isoexec.ops._core.registry import EMBEDDING, HEAD
+from isoexec.ops._trace import context
 from isoexec.ops._trace.recorder import Recorder, Wanted
 
 LEVELS = ("layers", "ops")
@@ -196,3 +197,9 @@ def test_a_capture_that_fails_leaves_the_recorder_as_it_was(step):
             recorder.begin(*step.rows())
             raise ZeroDivisionError
     assert recorder.finish() == eager(step, "ops", step.rows(), [step.ids])
+
+
+def test_positions_where_lanes_pad_a_step():
+    """Two sequences in a graph of four: the rows beyond have no sequence, and are read nowhere."""
+    a = {"query_start_loc": torch.tensor([0, 1, 2, 2, 2]), "seq_lens": torch.tensor([5, 3, 0, 0]), "q": torch.zeros(4, 1, 1)}
+    assert context.of_pages(a, None)[:2].tolist() == [4, 2]

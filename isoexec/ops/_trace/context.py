@@ -47,7 +47,7 @@ def of_pages(a: dict, rows: Rows) -> torch.Tensor:
     """Positions that ``seq_lens`` and ``query_start_loc`` give to the new tokens."""
     starts, tokens = a["query_start_loc"].to(torch.int64), a["q"].shape[0]
     past = a["seq_lens"].to(torch.int64) - starts.diff()
-    owner = _owner(starts, tokens)
+    owner = _owner(starts, tokens).clamp(max=len(past) - 1)  # rows that pad a captured step come after the last sequence
     return _within(starts, tokens) + past[owner]
 
 

@@ -59,43 +59,31 @@ def _fill(high, low, base, live, ring_kh, kn, factor, uT, G, last, ov, K: tl.con
 
 
 @triton.jit
-def _inputs(q, k, v, g, beta, A_log, dt_bias, n, hv, h, d, ov, qk_row, v_row, g_row, beta_row, K: tl.constexpr, V: tl.constexpr,
-            RAW: tl.constexpr):  # fmt: skip
-    """k and q [1, K], v [BV], g and beta of one lane and value head."""
-    row = n.to(tl.int64)
-    kn = tl.load(k + row * qk_row + h * K + d)[None, :]
-    qn = tl.load(q + row * qk_row + h * K + d)[None, :]
-    vn = tl.load(v + row * v_row + hv * V + ov).to(tl.float32)
-    g_t, b_t = _gate(g + row * g_row, beta + row * beta_row, A_log, dt_bias, hv, hv, RAW)
-    return kn, qn, vn, g_t, b_t
-
-
-@triton.jit
 def decode_kernel(q, k, v, g, beta, A_log, dt_bias, o, high, low, ring_k, ring_rhs, ring_gates, slots, positions, scale, eps,
                   null_slot, qk_row, v_row, g_row, beta_row, S_slot, k_slot, rhs_slot, gates_slot, H: tl.constexpr, HV: tl.constexpr,
                   K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LOGC: tl.constexpr, LOGK: tl.constexpr, BV: tl.constexpr,
-                  RAW: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """One token of one lane, value head and slice of V. Reads the high plane only; writes S when the chunk fills.
-
-    EARLY asks for what needs no slot before the slot is known: few lanes are a chain of latencies.
-    """
+                  RAW: tl.constexpr):  # fmt: skip
+    """One token of one lane, value head and slice of V. Reads the high plane only; writes S when the chunk fills."""
     iv = tl.program_id(0)
     n = tl.program_id(1) // HV
     hv = tl.program_id(1) % HV
     h = hv // (HV // H)
     ov = iv * BV + tl.arange(0, BV)
+    # What needs no slot is asked for before the slot is known: one lane is a chain of latencies.
     slot = tl.load(slots + n).to(tl.int64)
     position = tl.load(positions + n)
     i = tl.arange(0, C)
     d = tl.arange(0, K)
-    if EARLY:
-        kn, qn, vn, g_t, b_t = _inputs(q, k, v, g, beta, A_log, dt_bias, n, hv, h, d, ov, qk_row, v_row, g_row, beta_row, K, V, RAW)
-    out = o + n.to(tl.int64) * HV * V + hv * V + ov
+    row = n.to(tl.int64)
+    k_at = k + row * qk_row + h * K
+    kn = tl.load(k_at + d)[None, :]
+    qn = tl.load(q + row * qk_row + h * K + d)[None, :]
+    vn = tl.load(v + row * v_row + hv * V + ov).to(tl.float32)
+    g_t, b_t = _gate(g + row * g_row, beta + row * beta_row, A_log, dt_bias, hv, hv, RAW)
+    out = o + row * HV * V + hv * V + ov
     if (slot < 0) | (slot == null_slot):
         tl.store(out, tl.zeros([BV], dtype=tl.float32).to(o.dtype.element_ty))
     else:
-        if not EARLY:
-            kn, qn, vn, g_t, b_t = _inputs(q, k, v, g, beta, A_log, dt_bias, n, hv, h, d, ov, qk_row, v_row, g_row, beta_row, K, V, RAW)
         t = position % C
         at = slot * S_slot + hv * V * K + ov[:, None] * K + d[None, :]
         live = (position >= C) & (at >= 0)
@@ -131,7 +119,7 @@ def decode_kernel(q, k, v, g, beta, A_log, dt_bias, o, high, low, ring_k, ring_r
         tl.store(out, column(oT, here[None, :], 1).to(o.dtype.element_ty))
         if t == C - 1:
             base = slot * S_slot + hv * V * K
-            _fill(high, low, base, position >= C, ring_kh, k + n.to(tl.int64) * qk_row + h * K, factor, uT, G, G_t, ov, K, C, RAW)
+            _fill(high, low, base, position >= C, ring_kh, k_at, factor, uT, G, G_t, ov, K, C, RAW)
         else:
             tl.store(ring_rhsh + t * V + ov, rhs_t)
             if iv == 0:

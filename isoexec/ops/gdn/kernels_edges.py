@@ -49,28 +49,45 @@ def _conv_tile(x, x_row, weight, window, tokens, sequences, t, real, c, D: tl.co
 
 
 @triton.jit
-def conv_kernel(x, weight, window, y, tokens, sequences, T, x_row, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-                STEPS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # fmt: skip
-    """STEPS tiles of R rows, one after another. A tile inside one sequence, all of whose taps are rows of this call, needs no selection."""
-    c = tl.program_id(1) * N + tl.arange(0, N)
+def _conv_rows(x, x_row, weight, y, first, c, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr):
+    """Rows first .. first + R - 1 of one sequence, all of whose taps are rows of this call: each is read once, and held for those after."""
     taps = ()
-    for tap in tl.static_range(W):
-        taps = taps + (tl.load(weight + c * W + tap).to(tl.float32)[None, :],)
-    for step in range(STEPS):
-        first = (tl.program_id(0) * STEPS + step) * R
-        t = first + tl.arange(0, R)
-        real = t < T
-        p = tl.load(tokens + 2 * first + 1, mask=first < T, other=0)
-        last = tl.load(tokens + 2 * (first + R - 1) + 1, mask=first + R <= T, other=-1)
-        at = t.to(tl.int64)[:, None] * x_row + c[None, :]
-        if (p >= W - 1) & (last == p + R - 1):
-            total = tl.load(x + at - (W - 1) * x_row).to(tl.float32) * taps[0]
+    held = ()
+    for j in tl.static_range(W):
+        taps = taps + (tl.load(weight + c * W + j).to(tl.float32),)
+    for j in tl.static_range(W - 1):
+        held = held + (tl.load(x + (first - (W - 1 - j)).to(tl.int64) * x_row + c).to(tl.float32),)
+    for step in range(R // AHEAD):
+        at = (first + step * AHEAD).to(tl.int64)
+        new = ()
+        for r in tl.static_range(AHEAD):
+            new = new + (tl.load(x + (at + r) * x_row + c),)
+        for r in tl.static_range(AHEAD):
+            held = held + (new[r].to(tl.float32),)
+            total = held[0] * taps[0]
+            left = ()
             for j in tl.static_range(1, W):
-                total = total + tl.load(x + at - (W - 1 - j) * x_row).to(tl.float32) * taps[j]
-            tile = silu(total).to(tl.bfloat16)
-        else:
-            tile = _conv_tile(x, x_row, weight, window, tokens, sequences, t, real, c, D, W, HAS_WINDOW)
-        tl.store(y + t.to(tl.int64)[:, None] * D + c[None, :], tile, mask=real[:, None])
+                total = total + held[j] * taps[j]
+                left = left + (held[j],)
+            held = left
+            tl.store(y + (at + r) * D + c, silu(total).to(tl.bfloat16))
+
+
+@triton.jit
+def conv_kernel(x, weight, window, y, tokens, sequences, T, x_row, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+                AHEAD: tl.constexpr, HAS_WINDOW: tl.constexpr):  # fmt: skip
+    """R rows of N channels, AHEAD of them at a time."""
+    c = tl.program_id(1) * N + tl.arange(0, N)
+    first = tl.program_id(0) * R
+    p = tl.load(tokens + 2 * first + 1)
+    last = tl.load(tokens + 2 * (first + R - 1) + 1, mask=first + R <= T, other=-1)
+    if (p >= W - 1) & (last == p + R - 1):
+        _conv_rows(x, x_row, weight, y, first, c, D, W, R, AHEAD)
+    else:
+        for step in range(R // AHEAD):
+            t = first + step * AHEAD + tl.arange(0, AHEAD)
+            tile = _conv_tile(x, x_row, weight, window, tokens, sequences, t, t < T, c, D, W, HAS_WINDOW)
+            tl.store(y + t.to(tl.int64)[:, None] * D + c[None, :], tile, mask=(t < T)[:, None])
 
 
 @triton.jit
@@ -186,12 +203,13 @@ def step_inputs_kernel(x, a, b, weight, window, A_log, dt_bias, q, k, v, g, beta
 
 
 @triton.jit
-def gating_kernel(a, b, A_log, dt_bias, g, beta, T, a_row, b_row, HV: tl.constexpr, R: tl.constexpr):
-    t = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
-    hv = tl.program_id(1)
-    real = t < T
+def gating_kernel(a, b, A_log, dt_bias, g, beta, T, a_row, b_row, HV: tl.constexpr, P: tl.constexpr, R: tl.constexpr):
+    """R rows of HV <= P heads."""
+    t = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)[:, None]
+    hv = tl.arange(0, P)[None, :]
+    real = (t < T) & (hv < HV)
     g_t, b_t = gates(tl.load(a + t * a_row + hv, mask=real, other=0.0), tl.load(b + t * b_row + hv, mask=real, other=0.0),
-                      tl.load(A_log + hv), tl.load(dt_bias + hv))  # fmt: skip
+                      tl.load(A_log + hv, mask=hv < HV, other=0.0), tl.load(dt_bias + hv, mask=hv < HV, other=0.0))  # fmt: skip
     tl.store(g + t * HV + hv, g_t, mask=real)
     tl.store(beta + t * HV + hv, b_t, mask=real)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from isoexec.contract import ContractError
 
 # (kernel, C, or "any" where C does not matter) -> settings. Measured on sm_90 (bench/gdn.py --sweep). BV: rows of V a program owns; rows:
-# tokens of a tile; channels: of a program, halved until they divide; steps: tiles of a program.
+# tokens of a tile; channels: of a program, halved until they divide; steps: tiles of a program; ahead: rows read at once.
 TABLE: dict[str, dict[str, dict[str, int]]] = {
-    "prepass": {"16": {"num_warps": 1}, "32": {"num_warps": 2}, "64": {"num_warps": 4}},
+    "prepass": {"16": {"num_warps": 1, "maxnreg": 96}, "32": {"num_warps": 2}, "64": {"num_warps": 4}},
     "chain": {
         "16": {"BV": 64, "num_warps": 4, "stages": 2, "unroll": 2},
         "32": {"BV": 64, "num_warps": 4, "stages": 2},
@@ -25,11 +25,15 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
     },
     # Registers for three programs on a processor, so that five sequences of 32 heads are one wave.
     "chain_hopper": dict.fromkeys(("16", "32"), {"BV": 64, "num_warps": 4, "stages": 4, "maxnreg": 168}),
+    "chain_roles": {  # registers: of the warps beside the state's
+        "16": {"BV": 64, "num_warps": 4, "stages": 4, "held": 2, "output_warps": 2, "registers": 56, "maxnreg": 128},
+        "32": {"BV": 64, "num_warps": 4, "stages": 4, "held": 2, "output_warps": 2, "registers": 88, "maxnreg": 168},
+    },
     "recur": dict.fromkeys(("16", "32", "64"), {"BV": 16, "num_warps": 4}),
     "recur_step": dict.fromkeys(("16", "32", "64"), {"BV": 32, "num_warps": 4}),
     "tail": {"16": {"num_warps": 2}, "32": {"num_warps": 2}, "64": {"num_warps": 4}},
     "decode": {
-        "16": {"BV": 32, "num_warps": 2},
+        "16": {"BV": 32, "num_warps": 2, "maxnreg": 128},  # eight programs on a processor: 8 lanes of 32 heads are one wave
         "32": {"BV": 32, "num_warps": 2},
         "64": {"BV": 64, "num_warps": 4},
     },
@@ -60,16 +64,14 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "64": {"BV": 128, "num_warps": 8},
     },
     # Up to how many pairs of sequence and value head the narrow chains are faster, and decode is one launch; from how many chunks of
-    # the longest sequence, and how many pairs, a prefill's whole chunks are a launch of their own on sm_90. Up to how many pairs a
-    # decode step asks for its inputs before it knows their slot.
-    "limits": {"any": {"narrow": 6 * 32, "one_launch": 16 * 32, "hopper_chunks": 8, "hopper_pairs": 96,
-                       "early": 16 * 32}},
-    "conv": {"any": {"rows": 8, "channels": 256, "steps": 8, "num_warps": 4}},
+    # the longest sequence, and how many pairs, a prefill's whole chunks are a launch of their own on sm_90.
+    "limits": {"any": {"narrow": 6 * 32, "one_launch": 16 * 32, "hopper_chunks": 8, "hopper_pairs": 96, "roles_pairs": 64}},
+    "conv": {"any": {"rows": 16, "channels": 512, "ahead": 4, "num_warps": 4, "maxnreg": 64}},
     "conv_step": {"any": {"channels": 256, "num_warps": 1}},
     "window": {"any": {"channels": 256, "num_warps": 4}},
     "inputs": {"any": {"rows": 16, "num_warps": 4}},
     "step_inputs": {"any": {"num_warps": 1}},
-    "gating": {"any": {"rows": 128, "num_warps": 4}},
+    "gating": {"any": {"rows": 32, "num_warps": 4}},
     "l2norm": {"any": {"rows": 16, "num_warps": 4}},
     "channels_back": {"any": {"rows": 4, "steps": 32, "channels": 128, "num_warps": 2}},
     "taps_back": {"any": {"rows": 16, "channels": 256, "num_warps": 4}},

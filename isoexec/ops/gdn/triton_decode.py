@@ -77,7 +77,7 @@ def _launch(q, k, v, g, beta, pool, slots, positions, scale, null_slot, o, raw=N
     if not two:
         kernels.decode_kernel[grid](
             q, k, v, g, beta, A_log, dt_bias, o, *state, slots, positions, scale, eps, null_slot, *rows, S_slot, k_slot, rhs_slot,
-            gates_slot, H, HV, K, V, C, LOGC, LOGK, BV, raw is not None, B * HV <= limit("early"), **options,
+            gates_slot, H, HV, K, V, C, LOGC, LOGK, BV, raw is not None, **options,
         )  # fmt: skip
         return
     T, M = (torch.empty(B, HV, C, C, dtype=torch.bfloat16, device=v.device) for _ in range(2))

@@ -55,14 +55,14 @@ def conv1d(x, weight, plan, window=None):
     x, weight = _rows_of(x), weight.contiguous()
     (T, D), taps = x.shape, weight.shape[1]
     sizes, options = configured("conv")
-    R, N, steps = sizes["rows"], cut(D, sizes["channels"]), sizes["steps"]
+    R, N, ahead = sizes["rows"], cut(D, sizes["channels"]), sizes["ahead"]
     old = None if window is None else window.contiguous()
 
     def launch(x, weight):
         y = torch.empty(T, D, dtype=x.dtype, device=x.device)
         if T:
-            kernels.conv_kernel[-(-T // (R * steps)), D // N](
-                x, weight, x if old is None else old, y, plan.token_table, plan.sequence_table, T, x.stride(0), D, taps, R, N, steps,
+            kernels.conv_kernel[-(-T // R), D // N](
+                x, weight, x if old is None else old, y, plan.token_table, plan.sequence_table, T, x.stride(0), D, taps, R, N, ahead,
                 old is not None, **options,
             )  # fmt: skip
         return y
@@ -90,7 +90,8 @@ def gating(a, b, A_log, dt_bias):
         T, HV = a.shape
         g, beta = (torch.empty(T, HV, dtype=torch.float32, device=a.device) for _ in range(2))
         if T:
-            kernels.gating_kernel[-(-T // R), HV](a, b, A_log, dt_bias, g, beta, T, a.stride(0), b.stride(0), HV, R, **options)
+            P = 1 << (HV - 1).bit_length()
+            kernels.gating_kernel[-(-T // R),](a, b, A_log, dt_bias, g, beta, T, a.stride(0), b.stride(0), HV, P, R, **options)
         return g, beta
 
     return _Differentiable.apply(launch, gradient.gating, a, b, A_log, dt_bias)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 
 import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from isoexec.ops.gdn import kernels_hopper as kernels
+from isoexec.ops.gdn import kernels_roles
 from isoexec.ops.gdn.triton_launch import configured
 
 
@@ -30,3 +33,24 @@ def whole_chunks(q, k, v, o, plan, ws, pool, slots) -> None:
         q, k, v, ws.T, ws.M, o, pool.high, pool.low, slots, plan.sequence_table, ws.b, ws.E, v.stride(0), pool.high.stride(0), H, HV, K, V,
         C, BV, constants["stages"], **options,
     )  # fmt: skip
+
+
+def by_roles(q, k, v, o, plan, ws, pool, slots) -> None:
+    """`whole_chunks` by warps with roles of their own (kernels_roles.py)."""
+    (T, H, K), (HV, V), C = q.shape, v.shape[1:], plan.chunk
+    constants, options = configured("chain_roles", C, V)
+    BV, places = constants["BV"], plan.chunks * HV
+    keys = [_descriptor(x, [T, H * K], H * K, [C, K]) for x in (q, k)]
+    squares = [_descriptor(x, [places * C, C], C, [C, C]) for x in (ws.T, ws.M)]
+    gates = [_descriptor(x, [x.numel()], 1, [4 * C]) for x in (ws.E, ws.b)]
+    kernels_roles.chain_roles_kernel[V // BV, len(plan.lengths) * HV](
+        *keys, _descriptor(v, [T, HV * V], v.stride(0), [C, BV]), *squares, *gates, o, pool.high, pool.low, slots, plan.sequence_table,
+        pool.high.stride(0), H, HV, K, V, C, BV, constants["stages"], constants["held"], constants["output_warps"],
+        (constants["registers"], constants["registers"]), **options,
+    )  # fmt: skip
+
+
+def _descriptor(x, shape, stride: int, block):
+    """Blocks of ``x`` for the copy engine."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[x.dtype])
+    return TensorDescriptor(x, shape, [stride, 1][-len(shape) :], block, layout)

@@ -335,6 +335,7 @@ def replace_weights(runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None
         tensors: (HF name, tensor) of every parameter of the model.
 
     Raises:
+        ContractError: a parameter has moved: captured steps would go on with the old values.
         ValueError: a parameter is missing.
     """
     if active_contract() is None:
@@ -342,9 +343,16 @@ def replace_weights(runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None
         runner.reload_weights(weights_iterator=tensors)
         return
     model = runner.get_model()
-    missing = {name for name, _ in model.named_parameters()} - model.load_weights(tensors)
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    missing = places.keys() - model.load_weights(tensors)
     if missing:
         raise ValueError(f"weights: no values for {sorted(missing)}; the model now mixes old and new ones: load a whole checkpoint")
+    moved = [name for name, parameter in model.named_parameters() if parameter.data_ptr() != places.get(name)]
+    if moved:
+        raise ContractError(
+            f"weights: {moved[0]}: expected its new values where the old ones lay, found them elsewhere (so are {len(moved)} of "
+            f"{len(places)}): captured steps read the old ones; let the layer's loader copy into its parameter"
+        )
 
 
 def register_model(config: dict) -> None:

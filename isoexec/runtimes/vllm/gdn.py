@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder
-from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID, mamba_get_block_table_tensor
 
 from isoexec.contract import ContractError, ExecutionContract, active_contract
 from isoexec.ops import gdn
@@ -61,24 +61,30 @@ class Metadata(AttentionMetadata):
     """What one step's Gated DeltaNet layers need.
 
     Attributes:
-        num_actual_tokens: rows that are tokens; the rest is padding.
+        num_actual_tokens: rows that are tokens, or lanes of a captured step; the rest is padding.
         max_query_len: tokens of the longest sequence piece of the step.
-        decode: every sequence brings one token and has a state. The first token of a sequence finds a page of another one, which
-            ``conv1d_step`` would take for its window: it is a prefill of one token.
-        plan: the pieces of the step's sequences.
-        slots: [N] int32, page of each sequence.
+        plan: the pieces of the step's sequences; None in a step of single tokens, whose ops read none.
+        slots: [N] int32, page of each sequence; -1 on lanes that pad a captured step.
         positions: [N] int32, absolute position of each sequence's first token in this step.
     """
 
     num_actual_tokens: int
     max_query_len: int
-    decode: bool
-    plan: gdn.Plan
+    plan: gdn.Plan | None
     slots: torch.Tensor
     positions: torch.Tensor
 
+    @property
+    def decode(self) -> bool:
+        """Every sequence brings one token."""
+        return self.plan is None
+
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    """Slots and positions lie in buffers that are filled before each step: the kernels of a captured one read them where they were."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.chunk = active_contract().numerics.gdn_chunk
@@ -88,20 +94,34 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
                 f"op gdn: block_size: expected a multiple of numerics.gdn_chunk {self.chunk}, found {kv_cache_spec.block_size}: a cached "
                 "state would lie inside a chunk; set block_size to such a multiple, or enable_prefix_caching=False"
             )
+        sequences = vllm_config.scheduler_config.max_num_seqs
+        self._slots, self._positions = (torch.zeros(sequences, dtype=torch.int32, device=device) for _ in range(2))
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Metadata:
         m = common_attn_metadata
         lengths = m.query_start_loc_cpu.diff()
         starts = m.seq_lens_cpu_upper_bound - lengths  # exact: the contract refuses speculative decoding
         table = mamba_get_block_table_tensor(m.block_table_tensor, m.seq_lens, self.kv_cache_spec, self.cache_mode)
-        return Metadata(
-            num_actual_tokens=m.num_actual_tokens,
-            max_query_len=m.max_query_len,
-            decode=m.max_query_len == 1 and bool((starts > 0).all()),
-            plan=gdn.Plan(lengths.tolist(), self.chunk, starts.tolist(), self.device),
-            slots=table[: m.num_reqs, 0].contiguous(),
-            positions=m.compute_num_computed_tokens().to(torch.int32),
-        )
+        slots = self._slots[: m.num_reqs].copy_(table[: m.num_reqs, 0])
+        positions = self._positions[: m.num_reqs].copy_(m.compute_num_computed_tokens())
+        if m.max_query_len > 1:
+            plan = gdn.Plan(lengths.tolist(), self.chunk, starts.tolist(), self.device)
+        else:
+            plan = None
+            # A lane whose token is stored nowhere is padding, or vLLM's dummy step, whose table still names pages of finished sequences.
+            slots.masked_fill_(m.slot_mapping[: m.num_reqs] < 0, -1)
+            if bool(((starts == 0) & (lengths == 1)).any()):
+                self._empty_windows(torch.where((positions == 0) & (slots >= 0), slots, NULL_BLOCK_ID))
+        return Metadata(m.num_actual_tokens, m.max_query_len, plan, slots, positions)
+
+    def _empty_windows(self, slots) -> None:
+        """Zeros in the windows of ``slots``: a sequence that begins in a step of single tokens finds a page of another one.
+
+        vLLM's null block is no sequence's: it stands for those that need none.
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            layers[name].kv_cache[0][slots] = 0
 
 
 class Backend(AttentionBackend):
@@ -121,7 +141,7 @@ class Backend(AttentionBackend):
 def callbacks(layer, contract: ExecutionContract):
     """(convolve, mix) of :func:`isoexec.models.qwen3_5.gdn_block` on the pages of one layer in the current step.
 
-    A step that only decodes runs the decode ops, every other one the prefill ops, in which a decoding sequence is a piece of one token.
+    A step of single tokens runs the decode ops, every other one the prefill ops, in which a decoding sequence is a piece of one token.
 
     Args:
         layer: vLLM ``QwenGatedDeltaNetAttention``; its ``kv_cache`` is a list in the order of :func:`state_shapes`.

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from isoexec.models import glm4_moe_lite
 from isoexec.ops import rope
-from isoexec.ops._core import registry
-from isoexec.runtimes.vllm import layers, step
+from isoexec.runtimes.vllm import layers
 
 
 def forward(model, contract, input_ids, positions, inputs_embeds=None):
     """Forward pass of vLLM's ``Glm4MoeLiteModel`` under a contract; arguments and result as :func:`isoexec.runtimes.vllm.qwen3.forward`."""
     config = model.config
-    with registry.executing(step.begin(layers.max_query_len())):
-        x_TD = layers.embed(model, input_ids, inputs_embeds)
-        rope_table = rope.rope_table(positions, config.qk_rope_head_dim, config.rope_parameters["rope_theta"])
-        residual_TD = None
-        for index, layer in enumerate(model.layers):
-            attend = layers.attend(layer.self_attn.attn)
-            with registry.in_layer(index):
-                held = parameters(layer, config)
-                x_TD, residual_TD = glm4_moe_lite.decoder_layer(x_TD, residual_TD, held, rope_table, attend, contract.numerics)
-        return glm4_moe_lite.final_norm(x_TD, residual_TD, model.norm.weight, model.norm.variance_epsilon)
+
+    def table():
+        return rope.rope_table(positions, config.qk_rope_head_dim, config.rope_parameters["rope_theta"])
+
+    def decoder_layer(layer, x_TD, residual_TD, table):
+        attend = layers.attend(layer.self_attn.attn)
+        return glm4_moe_lite.decoder_layer(x_TD, residual_TD, parameters(layer, config), table, attend, contract.numerics)
+
+    return layers.forward(model, input_ids, inputs_embeds, table, decoder_layer, glm4_moe_lite.final_norm)
 
 
 def parameters(layer, config) -> glm4_moe_lite.Glm4MoeLiteLayer:

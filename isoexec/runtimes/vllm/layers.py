@@ -7,6 +7,30 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import unified_attention_with_output
 
 from isoexec.models import qwen3_moe
+from isoexec.ops._core import registry
+from isoexec.runtimes.vllm import step
+
+
+def forward(model, input_ids, inputs_embeds, rope_table, decoder_layer, final_norm):
+    """Forward pass of a vLLM model under a contract.
+
+    Args:
+        model: vLLM model without its head; its ``layers`` and ``norm`` are used for their parameters only.
+        input_ids: [T] token ids, or None with ``inputs_embeds`` [T, D] bf16.
+        rope_table: () -> table of the tokens' positions, by ops.
+        decoder_layer: (module, x [T, D], residual [T, D] or None in the first layer, table) -> (x, residual), not yet added.
+        final_norm: (x, residual, weight, eps) -> [T, D].
+
+    Returns:
+        [T, D] bf16, normed.
+    """
+    with registry.executing(step.begin(max_query_len())):
+        x_TD = embed(model, input_ids, inputs_embeds)
+        table, residual_TD = rope_table(), None
+        for index, layer in enumerate(model.layers):
+            with registry.in_layer(index):
+                x_TD, residual_TD = decoder_layer(layer, x_TD, residual_TD, table)
+        return final_norm(x_TD, residual_TD, model.norm.weight, model.norm.variance_epsilon)
 
 
 def max_query_len() -> int | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from isoexec.models import qwen3
 from isoexec.ops import rope
-from isoexec.ops._core import registry
-from isoexec.runtimes.vllm import layers, step
+from isoexec.runtimes.vllm import layers
 
 
 def forward(model, contract, input_ids, positions, inputs_embeds=None):
@@ -20,21 +19,19 @@ def forward(model, contract, input_ids, positions, inputs_embeds=None):
     Returns:
         [T, D] bf16, normed.
     """
-    with registry.executing(step.begin(layers.max_query_len())):
-        x_TD = layers.embed(model, input_ids, inputs_embeds)
-        first = model.layers[0].self_attn
-        rope_table = rope.rope_table(positions, first.head_dim, model.config.rope_parameters["rope_theta"])
-        residual_TD = None
-        for index, layer in enumerate(model.layers):
-            with registry.in_layer(index):
-                x_TD, residual_TD = qwen3.decoder_layer(
-                    x_TD, residual_TD, parameters(layer), rope_table, layers.attend(layer.self_attn.attn), contract.numerics
-                )
-        return qwen3.final_norm(x_TD, residual_TD, model.norm.weight, model.norm.variance_epsilon)
+
+    def table():
+        return rope.rope_table(positions, model.layers[0].self_attn.head_dim, model.config.rope_parameters["rope_theta"])
+
+    def decoder_layer(layer, x_TD, residual_TD, table):
+        attend = layers.attend(layer.self_attn.attn)
+        return qwen3.decoder_layer(x_TD, residual_TD, parameters(layer), table, attend, contract.numerics)
+
+    return layers.forward(model, input_ids, inputs_embeds, table, decoder_layer, qwen3.final_norm)
 
 
 def parameters(layer) -> qwen3.Qwen3Layer:
-    """Parameters of a dense layer. Read at every pass: a weight sync may replace a module's parameter."""
+    """Parameters of a dense layer; read at every pass."""
     attention, mlp = layer.self_attn, layer.mlp
     return qwen3.Qwen3Layer(
         input_norm=layer.input_layernorm.weight,

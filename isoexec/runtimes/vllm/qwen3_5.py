@@ -7,8 +7,7 @@ import torch
 from isoexec.contract import ContractError
 from isoexec.models import qwen3_5, qwen3_5_moe
 from isoexec.ops import rope
-from isoexec.ops._core import registry
-from isoexec.runtimes.vllm import gdn, layers, step
+from isoexec.runtimes.vllm import gdn, layers
 
 
 def forward(model, contract, input_ids, positions, inputs_embeds=None):
@@ -24,26 +23,24 @@ def forward(model, contract, input_ids, positions, inputs_embeds=None):
         [T, D] bf16, normed.
     """
     config, numerics = model.config, contract.numerics
-    with registry.executing(step.begin(layers.max_query_len())):
-        x_TD = layers.embed(model, input_ids, inputs_embeds)
+
+    def table():
         rope_parameters = config.rope_parameters
         rotary_dim = int(config.head_dim * rope_parameters["partial_rotary_factor"])
-        table = rope.rope_table(positions[0] if positions.dim() == 2 else positions, rotary_dim, rope_parameters["rope_theta"])
-        residual_TD = None
-        for index, layer in enumerate(model.layers):
-            with registry.in_layer(index):
-                held = parameters(layer, config)
-                run = qwen3_5_moe if isinstance(held, qwen3_5_moe.Qwen35MoELayer) else qwen3_5
-                if layer.layer_type == "full_attention":
-                    attend = layers.attend(layer.self_attn.attn)
-                    x_TD, residual_TD = run.attention_layer(x_TD, residual_TD, held, table, attend, numerics)
-                else:
-                    x_TD, residual_TD = run.gdn_layer(x_TD, residual_TD, held, *gdn.callbacks(layer.linear_attn, contract), numerics)
-        return qwen3_5.final_norm(x_TD, residual_TD, model.norm.weight, model.norm.variance_epsilon)
+        return rope.rope_table(positions[0] if positions.dim() == 2 else positions, rotary_dim, rope_parameters["rope_theta"])
+
+    def decoder_layer(layer, x_TD, residual_TD, table):
+        held = parameters(layer, config)
+        run = qwen3_5_moe if isinstance(held, qwen3_5_moe.Qwen35MoELayer) else qwen3_5
+        if layer.layer_type == "full_attention":
+            return run.attention_layer(x_TD, residual_TD, held, table, layers.attend(layer.self_attn.attn), numerics)
+        return run.gdn_layer(x_TD, residual_TD, held, *gdn.callbacks(layer.linear_attn, contract), numerics)
+
+    return layers.forward(model, input_ids, inputs_embeds, table, decoder_layer, qwen3_5.final_norm)
 
 
 def parameters(layer, config) -> qwen3_5.Qwen35Layer | qwen3_5_moe.Qwen35MoELayer:
-    """Parameters of a layer. Read at every pass: a weight sync may replace a module's parameter."""
+    """Parameters of a layer; read at every pass."""
     attends = layer.layer_type == "full_attention"
     mixer = gated_attention(layer.self_attn) if attends else gated_delta_net(layer.linear_attn)
     first, second, mlp = layer.input_layernorm, layer.post_attention_layernorm.weight, layer.mlp

