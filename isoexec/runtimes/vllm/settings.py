@@ -145,8 +145,8 @@ def _check_numerics(contract: ExecutionContract, text_config) -> None:
         forms = [name for name, form in FORMS.items() if contract.backend in form.prefill.declaration.implementations]
         if numerics.gdn_form not in forms:
             raise ContractError(
-                f"numerics.gdn_form: expected {' or '.join(map(repr, forms))} on {contract.backend}, found {numerics.gdn_form!r}; rebuild the "
-                "contract with a form that the op library implements there"
+                f"numerics.gdn_form: expected {' or '.join(map(repr, forms))} on {contract.backend}, found {numerics.gdn_form!r}; rebuild "
+                "the contract with a form that the op library implements there"
             )
 
 
