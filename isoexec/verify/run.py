@@ -84,7 +84,7 @@ def make_options(
     check_backend()
     plans = plan.limited(prompts, tokens), later_plan.limited(prompts, tokens)
     if cuda_graphs:
-        check_graphs(folder)
+        check_graphs()
         plans = tuple(each.captured() for each in plans)
     return Options(folder, Path(out), *plans, plant, timeout, numerics or {}, native)
 
@@ -112,18 +112,14 @@ def check_backend() -> None:
         )
 
 
-def check_graphs(folder: Path | None) -> None:
-    """Refuse to capture an engine where no contract allows it.
+def check_graphs() -> None:
+    """Refuse to capture an engine where there are no graphs.
 
     Raises:
         ContractError: says why.
     """
     if backend() == "cpu":
         raise ContractError("--cuda-graphs: expected an environment for GPUs, found one for the CPU, which has no graphs; leave it out")
-    if folder is None:
-        raise ContractError("--cuda-graphs: expected --model: hybrids, which run eagerly, are among the checkpoints that are made")
-    if "linear_attention" in (text_config(check_model(folder)).get("layer_types") or ()):
-        raise ContractError(f"--cuda-graphs: model {str(folder)!r} is a hybrid, whose engine a contract holds to eager steps; leave it out")
 
 
 def verify(options: Options) -> int:

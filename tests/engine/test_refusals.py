@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from bitwise import same
 
-from isoexec.contract import ContractError, ExecutionContract
+from isoexec.contract import ContractError, ExecutionContract, Numerics
 from isoexec.contract.checkpoints import COVERED
 from isoexec.runtimes.vllm import settings
 
@@ -43,6 +44,25 @@ def test_engine_setting(open_engine, checkpoint, arguments, name):
     with pytest.raises(ContractError, match=rf"{name}: expected .*, found .*set it to"):
         with open_engine(checkpoint, **arguments):
             pass
+
+
+@pytest.mark.parametrize("architecture", ("Qwen3ForCausalLM", "Qwen3_5MoeForCausalLM", "Glm4MoeLiteForCausalLM"))
+def test_captured_steps(architecture):
+    """On a GPU decode steps of every architecture may be captured, whole and not compiled; on a CPU none."""
+
+    def check(backend="cuda", mode="NONE", cudagraph_mode="FULL_DECODE_ONLY"):
+        graphs = SimpleNamespace(mode=SimpleNamespace(name=mode), cudagraph_mode=SimpleNamespace(name=cudagraph_mode))
+        config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False), compilation_config=graphs)
+        settings._check_graphs(ExecutionContract(architecture, backend, Numerics()), config)
+
+    check()
+    for change, name in (
+        ({"backend": "cpu"}, "model_config.enforce_eager"),
+        ({"mode": "VLLM_COMPILE"}, "compilation_config.mode.name"),
+        ({"cudagraph_mode": "FULL_AND_PIECEWISE"}, "compilation_config.cudagraph_mode.name"),
+    ):
+        with pytest.raises(ContractError, match=f"{name}: expected .*, found"):
+            check(**change)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from isoexec.contract import CASES
 from isoexec.ops._core.provider import PROVIDERS
 from isoexec.ops.attention import fa3
 from tests.gpu import sources
@@ -38,8 +39,15 @@ def test_no_bit_differed_in_a_verification(name, run):
     assert run["status"] == 0 and len(run["runs"]) == 13
     assert {(r["bit_equal"], r["rows_equal"], r["max_abs"]) for r in run["runs"]} == {(1.0, 1.0, 0.0)}
     for model in run["models"].values():
-        assert model["control"]["bit_equal"] == 0.0 < model["control"]["max_abs"], "one ulp in one weight shows in every token"
+        assert model["control"]["bit_equal"] < 0.05 < model["control"]["max_abs"], "one ulp in one weight shows in nearly every token"
         assert model["contract"]["handshakes"] == 4 and len({entry["version"] for entry in model["contract"]["weights"]}) == 2
+
+
+@pytest.mark.parametrize("name,run", json.loads((HERE / "audit_results.json").read_text()).items())
+def test_no_op_strayed(name, run):
+    cases = run["models"][name]["cases"]
+    assert run["verdict"] == "clean" and cases.keys() == set(CASES)
+    assert all(case["inside"] > 400 and not case["strays"] for case in cases.values())
 
 
 def test_no_bit_differed_in_training():

@@ -90,7 +90,8 @@ def hf_tensors(
         device: where the tensors are wanted. What stays on the parameters' device is read before the next optimizer step, or is lost.
     """
     found = {}
-    for entry, name, part in _hf_parts(model, hf_config, layer_offset, group, expert_group, read):
+    parameters = global_parameters(model, layer_offset, *_place(expert_group))
+    for entry, name, part in _hf_parts(parameters, entries(hf_config), hf_config, group, read):
         part = (part.float() if entry.fp32 else part).to(device).contiguous()
         found[name] = part.clone() if device.type == "cpu" else part
     return found if expert_group is None else share_tensors(found, expert_group, device)
@@ -104,14 +105,15 @@ def begin_hf_digests(model: torch.nn.Module, hf_config, *, layer_offset: int = 0
     Raises:
         ContractError: a parameter or buffer of the model has no HF name.
     """
-    unknown = set(global_parameters(model, layer_offset)) - {entry.name for entry in entries(hf_config)}
-    unknown |= {name for name, _ in model.named_buffers() if not name.endswith(_UNREAD_BUFFERS)} - policy_tensors(model).keys()
+    mapping, parameters = entries(hf_config), global_parameters(model, layer_offset, *_place(expert_group))
+    unknown = parameters.keys() - {entry.name for entry in mapping}
+    unknown |= {name for name, _ in model.named_buffers() if not name.endswith((*_UNREAD_BUFFERS, f".{EXPERT_BIAS}"))}
     if unknown:
         raise ContractError(
             f"weights: {', '.join(sorted(unknown)[:4])} of the trainer have no HF name: the engine could lack them unseen; add them to "
             "isoexec/runtimes/megatron/mapping.py"
         )
-    parts = _hf_parts(model, hf_config, layer_offset, group, expert_group, torch.Tensor.detach)
+    parts = _hf_parts(parameters, mapping, hf_config, group, torch.Tensor.detach)
     return begin_digests((name, part) for _, name, part in parts)
 
 
@@ -141,17 +143,16 @@ def _merge(parts: Iterable[Iterable[tuple[str, TensorDigest]]]) -> dict[str, Ten
     return found
 
 
-def _hf_parts(model, hf_config, layer_offset: int, group, expert_group, read) -> Iterator[tuple[Entry, str, Tensor]]:
-    """(entry, HF name, whole HF tensor) of this rank's parameters; shards are gathered over ``group``."""
-    expert_rank, expert_ranks = (0, 1) if expert_group is None else (expert_group.rank(), expert_group.size())
-    parameters = global_parameters(model, layer_offset, expert_rank, expert_ranks)
-    for entry in entries(hf_config):
+def _hf_parts(parameters: dict[str, Tensor], mapping: list[Entry], hf_config, group, read) -> Iterator[tuple[Entry, str, Tensor]]:
+    """(entry, HF name, whole HF tensor) of this rank's parameters, by global names; shards are gathered over ``group``."""
+    sharded = group is not None and group.size() > 1
+    for entry in mapping:
         if entry.name not in parameters:
             continue
         part = read(parameters[entry.name])
         if part is None:
             continue
-        whole = part if entry.unshard is None else entry.unshard(_gather(part, group))
+        whole = entry.unshard(_gather(part, group)) if sharded and entry.unshard else part
         if entry.hf[0] in VOCABULARY:
             whole = whole[: hf_config.get_text_config().vocab_size]
         for name, part in zip(entry.hf, entry.split(whole), strict=True):
@@ -207,9 +208,12 @@ def _pad_vocabulary(entry: Entry, whole: Tensor, parameter: Tensor, ranks: int) 
     return torch.cat([whole, whole.new_zeros(missing, whole.shape[1])])
 
 
+def _place(group) -> tuple[int, int]:
+    """(rank, ranks) in a process group; None: alone."""
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
 def _gather(part: Tensor, group) -> list[Tensor]:
-    if group is None or group.size() == 1:
-        return [part]
     parts = [torch.empty_like(part) for _ in range(group.size())]
     dist.all_gather(parts, part.contiguous(), group=group)
     return parts

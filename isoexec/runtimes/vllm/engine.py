@@ -182,10 +182,10 @@ class RolloutEngine:
         return [_rollout(prompt, output, record_rows) for prompt, output in zip(prompts, outputs, strict=True)]
 
     def request(self, prompts: list[list[int]], params: list, evict_at: Sequence[int] = ()) -> list:
-        """vLLM ``RequestOutput`` of each prompt under its own ``SamplingParams``, in the order of ``prompts``; ``evict_at`` as in :meth:`generate`.
+        """vLLM ``RequestOutput`` of each prompt under its own ``SamplingParams``, in the order of ``prompts``.
 
-        An observer of the ops (:func:`isoexec.ops._core.registry.observing`) is told which tokens they compute; its sequences are the prompts
-        that it has seen, counted from 0.
+        An observer of the ops (:func:`isoexec.ops._core.registry.observing`) is told which tokens they compute; its sequences are the
+        prompts that it has seen, counted from 0. ``evict_at`` is as in :meth:`generate`.
 
         Raises:
             ContractError: a request is outside the contract; none of them is run.
@@ -375,5 +375,6 @@ def _rollout(prompt: list[int], output, with_digests: bool) -> Rollout:
     logprobs = [flat.logprobs[start] for start in flat.start_indices]
     digests = None
     if with_digests:
-        digests = [rows.from_words(flat.token_ids[start + 1 : end]) for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
+        words = (flat.token_ids[start + 1 : end] for start, end in zip(flat.start_indices, flat.end_indices, strict=True))
+        digests = [rows.from_words(each) for each in words]
     return Rollout(list(prompt), tokens, logprobs, digests, output.num_cached_tokens or 0)

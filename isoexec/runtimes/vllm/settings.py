@@ -41,7 +41,7 @@ _GRAPHS = (
     Setting("compilation_config.mode.name", ("NONE",), "compiled graphs fuse ops"),
     Setting("compilation_config.cudagraph_mode.name", ("FULL_DECODE_ONLY",), "decode steps alone are captured whole"),
 )
-_EAGER = (Setting("model_config.enforce_eager", (True,), "captured passes are proven on GPUs, for attention alone"),)
+_EAGER = (Setting("model_config.enforce_eager", (True,), "only a GPU has graphs"),)
 
 _TEXT_ONLY = (Setting("model_config.multimodal_config", (None,), UNROUTED),)
 _LANGUAGE_MODEL = (
@@ -118,16 +118,15 @@ def check(contract: ExecutionContract, config) -> None:
         )
     check_settings((*ENGINE, *ENGINE_OF[contract.architecture]), config)
     text_config = config.model_config.hf_text_config
-    _check_graphs(contract, config, text_config)
+    _check_graphs(contract, config)
     check_checkpoint(contract.architecture, text_config)
     _check_numerics(contract, text_config)
 
 
-def _check_graphs(contract: ExecutionContract, config, text_config) -> None:
-    """Decode steps may be captured where a captured step has been proven."""
+def _check_graphs(contract: ExecutionContract, config) -> None:
+    """Decode steps may be captured, where there are graphs."""
     if not config.model_config.enforce_eager:
-        hybrid = "linear_attention" in (getattr(text_config, "layer_types", None) or ())
-        check_settings(_EAGER if contract.backend == "cpu" or hybrid else _GRAPHS, config)
+        check_settings(_EAGER if contract.backend == "cpu" else _GRAPHS, config)
 
 
 def _check_numerics(contract: ExecutionContract, text_config) -> None:
@@ -145,8 +144,8 @@ def _check_numerics(contract: ExecutionContract, text_config) -> None:
         forms = [name for name, form in FORMS.items() if contract.backend in form.prefill.declaration.implementations]
         if numerics.gdn_form not in forms:
             raise ContractError(
-                f"numerics.gdn_form: expected {' or '.join(map(repr, forms))} on {contract.backend}, found {numerics.gdn_form!r}; rebuild the "
-                "contract with a form that the op library implements there"
+                f"numerics.gdn_form: expected {' or '.join(map(repr, forms))} on {contract.backend}, found {numerics.gdn_form!r}; rebuild "
+                "the contract with a form that the op library implements there"
             )
 
 

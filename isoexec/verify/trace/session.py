@@ -40,7 +40,7 @@ def run(options) -> tuple[Report | None, Path, list[str]]:
         work = Path(work)
         batch = _recorded_batch(options.mismatch, work) if options.mismatch else _made_batch(options, work)
         if options.cuda_graphs:
-            check_graphs(batch.model)
+            check_graphs()
         try:
             session = _Session(options, batch, work, group)
             found = session.trace(file)
