@@ -185,7 +185,8 @@ class PolicyTrainer:
         return process_identity("trainer", self._folder)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """fp32 gradients of the last :meth:`train_step`, clipped, by HF name; one data-parallel rank only. Every rank calls."""
+        """fp32 gradients of the last :meth:`train_step`, clipped, whole, by HF name; every rank calls."""
+        models.gather_gradients(self.ddp)
         return self._hf_tensors(lambda tensor: tensor.main_grad if tensor.requires_grad else None)
 
     def _hf_tensors(self, read) -> dict[str, torch.Tensor]:
