@@ -38,8 +38,12 @@ class Ready:
         return Path(self.config.isoexec.out)
 
 
-def prepare(composed: DictConfig) -> Ready:
-    """Check ``composed``, and write the data of its task into ``isoexec.out``.
+def prepare(composed: DictConfig, folder: Path) -> Ready:
+    """Check ``composed``.
+
+    Args:
+        composed: of a recipe and overrides.
+        folder: where the data of a task is drawn (:func:`isoexec.train.data.write_task`).
 
     Raises:
         ContractError: what cannot be run, in one line.
@@ -56,7 +60,6 @@ def prepare(composed: DictConfig) -> Ready:
         _check_files(config)
     tokenizer = _tokenizer(config.trainer.policy.model.path)
     if recipe.task is not None:
-        folder = Path(config.isoexec.out) / "data"
         train, held_out = data.write_task(recipe.task, config.isoexec.seed, folder)
         config.data.train_data, config.data.val_data = [str(train)], [str(held_out)]
     _check_run(config)
