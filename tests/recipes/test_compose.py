@@ -69,7 +69,7 @@ def test_printing_shows_every_key_and_reads_back(composed):
     [
         ("tinny", None, "recipe 'tinny' is unknown; there are gpu, node, nodes, tiny, tiny-dense"),
         ("base/isoexec", None, "is unknown"),
-        ("tiny", "trainer.train_batchsize=1", "Could not override 'trainer.train_batchsize'"),
+        ("tiny", "trainer.train_batchsize=1", "no key 'trainer.train_batchsize'; there is trainer.train_batch_size"),
         ("tiny", "hardware=mars", "Could not find 'hardware/mars'.*cpu cpu-nodes gpu node nodes"),
         ("tiny", "trainer.algorithm", "recipe tiny: "),
         ("tiny", "a=[1", "recipe tiny: "),
@@ -165,7 +165,8 @@ def test_what_can_run_is_ready(composed, tmp_path):
     ready = prepare(config, tmp_path / "drawn")
     assert "recipe" not in ready.config
     assert [lengths.prompts for lengths in ready.lengths.values()] == [64, 16]
-    assert list(ready.config.data.train_data) == [str(tmp_path / "data" / "train.jsonl")]
+    assert list(ready.config.data.train_data) == [str(tmp_path / "drawn" / "train.jsonl")]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["drawn"]
 
 
 def test_the_recipe_that_the_readme_writes_is_one_that_can_run(tmp_path):
