@@ -54,7 +54,7 @@ def prepare(composed: DictConfig, folder: Path) -> Ready:
     recipe = recipe_section(OmegaConf.to_container(config.pop("recipe")))
     _check_backend(recipe)
     if not config.trainer.policy.model.path:
-        raise ContractError("trainer.policy.model.path: must be given, a folder with a checkpoint in HF format")
+        raise ContractError("trainer.policy.model.path: must be given, as trainer.policy.model.path=FOLDER with a checkpoint in HF format")
     context = _check_model(config)
     if recipe.task is None:
         _check_files(config)
@@ -116,7 +116,7 @@ def _check_files(config: DictConfig) -> None:
     for key in ("train_data", "val_data"):
         files = config.data[key]
         if not files and (key == "train_data" or config.trainer.eval_interval > 0):
-            raise ContractError(f"data.{key}: must be given, a list of files")
+            raise ContractError(f"data.{key}: must be given, as data.{key}=[FILE,...]")
         for file in files:
             if not Path(file).is_file():
                 raise ContractError(f"data.{key}: no file {file!r}")
