@@ -21,7 +21,7 @@ LOGIT_BYTES = 96 << 20
 _GRAIN = 32  # rows and columns of a tile are multiples
 
 
-def of_hidden(x, weight, tokens, temperature, *, vocab_size, vocab_block, tp=None):
+def of_hidden(x, weight, tokens, temperature, *, vocab_size, vocab_block, tp=None, see=None):
     """Logprob of one token per row: bit for bit ``token_logprob(scale_by_temperature(lm_head(x, weight), temperature), tokens)``.
 
     Args:
@@ -30,18 +30,22 @@ def of_hidden(x, weight, tokens, temperature, *, vocab_size, vocab_block, tp=Non
         tokens: [T] int64, global ids.
         temperature: fp32 scalar tensor, or [T] fp32.
         vocab_size, vocab_block, tp: as in :func:`isoexec.ops.logprob.token_logprob`.
+        see: function that is shown each tile of the rows' logits, [t, V / n] fp32, divided by the temperature, in order, while it is held.
 
     Returns:
         [T] fp32. Differentiable in ``x`` and ``weight``; beside inputs and results it holds less than three times `LOGIT_BYTES`.
     """
     arguments = x, weight, tokens, temperature, dict(vocab_size=vocab_size, vocab_block=vocab_block, tp=tp if group_size(tp) > 1 else None)
     if x.shape[0] * weight.shape[0] * 4 <= LOGIT_BYTES:
-        return _rows(*arguments)
-    return _Tiles.apply(*arguments)
+        return _rows(*arguments, see)
+    return _Tiles.apply(*arguments, see)
 
 
-def _rows(x, weight, tokens, temperature, sizes):
-    return token_logprob(scale_by_temperature(lm_head(x, weight), temperature), tokens, **sizes)
+def _rows(x, weight, tokens, temperature, sizes, see=None):
+    logits = scale_by_temperature(lm_head(x, weight), temperature)
+    if see is not None:
+        see(logits)
+    return token_logprob(logits, tokens, **sizes)
 
 
 def _tiles(count: int, other: int) -> list[slice]:
@@ -67,11 +71,11 @@ def _backend(device: torch.device):
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, tokens, temperature, sizes):
+    def forward(ctx, x, weight, tokens, temperature, sizes, see):
         ctx.save_for_backward(x, weight, tokens, temperature)
         ctx.sizes = sizes
         tiles = _tiles(x.shape[0], weight.shape[0])
-        return torch.cat([_rows(x[rows], weight, tokens[rows], _of(temperature, rows), sizes) for rows in tiles])
+        return torch.cat([_rows(x[rows], weight, tokens[rows], _of(temperature, rows), sizes, see) for rows in tiles])
 
     @staticmethod
     def backward(ctx, grad):
@@ -106,4 +110,4 @@ class _Tiles(torch.autograd.Function):
             g = backend.logprob.scale_by_temperature(g, temperature)
             grad_weight[columns] = backend.matmul.weight_gradient(g, x, weight.dtype)
             del g
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
