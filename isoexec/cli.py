@@ -60,6 +60,19 @@ def _options(arguments: list[str] | None):
     return options
 
 
+_TRAIN = """\
+recipes: tiny (the default) and tiny-dense run on two CPU cores, gpu on one GPU, node on eight, nodes on several nodes of eight
+
+  isoexec train tiny trainer.max_training_steps=5 isoexec.out=out/first
+  isoexec train tiny --cfg job                                             every key and its value
+  isoexec train tiny trainer.resume_mode=latest                            go on from the last checkpoint
+
+isoexec.out (out/dapo) gets steps.jsonl, summary.md, tensorboard/, checkpoints/ and logs/. docs/training.md tells the rest.
+
+exit status: 0 done, 1 a token's bits differed, 2 bad input, 3 a fault of isoexec, 4 a process or the disk was lost; it can be resumed
+"""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="isoexec", description="One policy, executed by rollout engine and trainer in the same bits.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
@@ -97,10 +110,17 @@ def _parser() -> argparse.ArgumentParser:
     trace = verbs.add_parser("trace", help="find the first different bit of two runtimes, and why")
     add_trace_verbs(trace, argparse.RawDescriptionHelpFormatter)
 
-    train = verbs.add_parser("train", help="run a recipe: rollouts by vLLM, updates by Megatron, through SkyRL")
+    train = verbs.add_parser(
+        "train",
+        help="run a recipe: rollouts by vLLM, updates by Megatron, through SkyRL",
+        description="Train a policy by reinforcement learning: rollouts by vLLM, updates by Megatron, through SkyRL. Each token's two\n"
+        "logprobs are compared, over bit patterns; one that differs stops the run.",
+        epilog=_TRAIN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     train.add_argument("words", nargs="*", metavar="[RECIPE] KEY=VALUE", help="recipe (default: tiny), then overrides in Hydra's grammar")
     train.add_argument("--arm", choices=("isoexec", "native"), help="native: the same recipe with no contract")
-    train.add_argument("--compare", action="store_true", help="both arms with one seed, side by side")
+    train.add_argument("--compare", action="store_true", help="both arms with one seed, one after the other")
     train.add_argument("--cfg", choices=("job",), help="print the composed configuration and end")
     train.set_defaults(run=_train)
 

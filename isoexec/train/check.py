@@ -38,8 +38,12 @@ class Ready:
         return Path(self.config.isoexec.out)
 
 
-def prepare(composed: DictConfig) -> Ready:
-    """Check ``composed``, and write the data of its task into ``isoexec.out``.
+def prepare(composed: DictConfig, folder: Path) -> Ready:
+    """Check ``composed``.
+
+    Args:
+        composed: of a recipe and overrides.
+        folder: where the data of a task is drawn (:func:`isoexec.train.data.write_task`).
 
     Raises:
         ContractError: what cannot be run, in one line.
@@ -50,13 +54,12 @@ def prepare(composed: DictConfig) -> Ready:
     recipe = recipe_section(OmegaConf.to_container(config.pop("recipe")))
     _check_backend(recipe)
     if not config.trainer.policy.model.path:
-        raise ContractError("trainer.policy.model.path: must be given, a folder with a checkpoint in HF format")
+        raise ContractError("trainer.policy.model.path: must be given, as trainer.policy.model.path=FOLDER with a checkpoint in HF format")
     context = _check_model(config)
     if recipe.task is None:
         _check_files(config)
     tokenizer = _tokenizer(config.trainer.policy.model.path)
     if recipe.task is not None:
-        folder = Path(config.isoexec.out) / "data"
         train, held_out = data.write_task(recipe.task, config.isoexec.seed, folder)
         config.data.train_data, config.data.val_data = [str(train)], [str(held_out)]
     _check_run(config)
@@ -113,7 +116,7 @@ def _check_files(config: DictConfig) -> None:
     for key in ("train_data", "val_data"):
         files = config.data[key]
         if not files and (key == "train_data" or config.trainer.eval_interval > 0):
-            raise ContractError(f"data.{key}: must be given, a list of files")
+            raise ContractError(f"data.{key}: must be given, as data.{key}=[FILE,...]")
         for file in files:
             if not Path(file).is_file():
                 raise ContractError(f"data.{key}: no file {file!r}")

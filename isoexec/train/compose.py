@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from pathlib import Path
 
@@ -53,8 +54,26 @@ def compose(recipe: str, overrides: list[str], folder: Path = RECIPES) -> DictCo
         plain = OmegaConf.to_container(config, resolve=True)
         check_types(plain, TrainConfig, whole=True)
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeError, ConfigError) as error:
-        raise ContractError(f"recipe {recipe}: {_one_line(error)}") from error
+        said = _one_line(error)
+        if overrides and (unknown := re.match(r"Could not override '([^']+)'", said)):
+            groups = [path.name for path in folder.iterdir() if path.is_dir()]
+            said = _no_such_key(unknown[1], [*groups, *_paths(OmegaConf.to_container(compose(recipe, [], folder)))])
+        raise ContractError(f"recipe {recipe}: {said}") from error
     return OmegaConf.create(plain)
+
+
+def _no_such_key(key: str, names: list[str]) -> str:
+    """That a key is in no file, and which ones have its name, or nearly so."""
+    alike = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]] or difflib.get_close_matches(key, names, 3, 0.8)
+    meant = f"; there is {' and '.join(alike[:3])}" if alike else ""
+    return f"no key {key!r}{meant}; one that is in no file is added with +{key}=VALUE, --cfg job prints all that are"
+
+
+def _paths(section: dict, prefix: str = ""):
+    for name, value in section.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _paths(value, f"{prefix}{name}.")
 
 
 def as_yaml(config: DictConfig) -> str:

@@ -29,10 +29,20 @@ class Lengths:
 
 
 def write_task(section: TaskSection, seed: int, folder: Path) -> tuple[Path, Path]:
-    """Draw a task's problems into ``train.jsonl`` and ``held_out.jsonl``; the same arguments give the same bytes."""
+    """Draw a task's problems into ``train.jsonl`` and ``held_out.jsonl``; the same arguments give the same bytes.
+
+    Args:
+        section: the task.
+        seed: of the run.
+        folder: for this task and seed alone: what it holds was drawn for them before.
+    """
+    files = folder / "train.jsonl", folder / "held_out.jsonl"
+    if all(file.exists() for file in files):
+        return files
     task = section.task()
-    train, held_out = tasks.split(task, section.train, section.held_out, seed)
-    return tasks.write(folder / "train.jsonl", task, train), tasks.write(folder / "held_out.jsonl", task, held_out)
+    for file, entries in zip(files, tasks.split(task, section.train, section.held_out, seed), strict=True):
+        tasks.write(file, task, entries)
+    return files
 
 
 def check_file(path: Path, env_class: str, tokenizer, limit: int, known: Collection[str] | None = None) -> Lengths:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,8 +17,12 @@ from isoexec.train import data
 from isoexec.train.section import recipe_section
 
 
-def check_start(composed: DictConfig) -> str | None:
+def check_start(composed: DictConfig, folder: Path) -> str | None:
     """Look at what :func:`isoexec.train.check.prepare` does not, without writing into the run's folder.
+
+    Args:
+        composed: of a recipe and overrides.
+        folder: where the data of a task is drawn; what lies in the run's own folder may be another's.
 
     Returns:
         What is to be told, or None.
@@ -34,18 +37,17 @@ def check_start(composed: DictConfig) -> str | None:
             answering(composed.isoexec.ray_address)
         if composed.trainer.resume_mode in (None, "none"):
             return None
-        return _check_resume(composed)
+        return _check_resume(composed, folder)
     except resume.Finished:
         raise
     except ConfigError as error:
         raise ContractError(" ".join(str(error).split())) from error
 
 
-def _check_resume(composed: DictConfig) -> str | None:
-    with tempfile.TemporaryDirectory() as scratch:  # its problems are drawn there: what lies in the run's folder may be another's
-        config = _resolved(composed, Path(scratch))
-        contract = contract_of(config)
-        wanted = resume.identity(config, None if contract is None else contract.digest)
+def _check_resume(composed: DictConfig, folder: Path) -> str | None:
+    config = _resolved(composed, folder)
+    contract = contract_of(config)
+    wanted = resume.identity(config, None if contract is None else contract.digest)
     try:
         if resume.judge(config.trainer, wanted) is not None:
             return None
@@ -56,11 +58,11 @@ def _check_resume(composed: DictConfig) -> str | None:
     return f"trainer.resume_mode={config.trainer.resume_mode}: no checkpoint in {config.trainer.ckpt_path}; starting from the first step"
 
 
-def _resolved(composed: DictConfig, scratch: Path) -> TrainConfig:
+def _resolved(composed: DictConfig, folder: Path) -> TrainConfig:
     plain = OmegaConf.to_container(composed, resolve=True)
     check_numbers(plain)
     recipe = recipe_section(plain.pop("recipe"))
     if recipe.task is not None:
-        train, held_out = data.write_task(recipe.task, plain["isoexec"]["seed"], scratch)
+        train, held_out = data.write_task(recipe.task, plain["isoexec"]["seed"], folder)
         plain["data"]["train_data"], plain["data"]["val_data"] = [str(train)], [str(held_out)]
     return resolve(plain)

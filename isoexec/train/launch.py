@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from isoexec.contract import ContractError
@@ -56,20 +58,27 @@ def train(recipe: str, overrides: list[str]) -> int:
     from isoexec.train.early import check_start
 
     out = Path(composed.isoexec.out)
-    with alone(out, "isoexec.out"):
+    with alone(out, "isoexec.out"), tempfile.TemporaryDirectory() as scratch:
+        drawn = Path(scratch) / "data"
         try:
-            note = check_start(composed)
+            note = check_start(composed, drawn)
         except Finished as error:
             raise ContractError(str(error)) from None
-        ready = prepare(composed)
+        ready = prepare(composed, drawn)
         config = ready.config
         os.environ["TENSORBOARD_DIR"] = str((out / "tensorboard").resolve())
         if note is not None:
             print(f"isoexec: {note}", file=sys.stderr, flush=True)
         print(_beginning(ready), file=sys.stderr, flush=True)
         with Watch(out / "steps.jsonl", config.trainer.max_training_steps):
-            status = _run(config)
+            status = _run(config, lambda: _keep(drawn, out / drawn.name))
         return status or _report(out, config.isoexec.arm)
+
+
+def _keep(drawn: Path, folder: Path) -> None:
+    """The problems of the run that begins, in place of those of the run before."""
+    if drawn.exists():
+        shutil.copytree(drawn, folder, dirs_exist_ok=True)
 
 
 def _beginning(ready) -> str:
@@ -89,7 +98,7 @@ def _report(out: Path, arm: str) -> int:
     return 0
 
 
-def _run(config) -> int:
+def _run(config, begin=lambda: None) -> int:
     from isoexec.runtimes.skyrl.config import ConfigError
     from isoexec.runtimes.skyrl.generator import RewardError
     from isoexec.runtimes.skyrl.mismatch import NotFinite, RolloutMismatch
@@ -98,7 +107,7 @@ def _run(config) -> int:
     from isoexec.runtimes.skyrl.trainer import NothingToLearn
 
     try:
-        run(config)
+        run(config, begin)
     except RolloutMismatch as error:
         print(f"isoexec: {error}", file=sys.stderr)
         _trace(error.folder)
@@ -139,7 +148,8 @@ def compare(recipe: str, overrides: list[str]) -> int:
         raise ContractError(f"{chosen[0]}: a comparison runs both arms; leave it out")
     out = Path(compose(recipe, overrides).isoexec.out)
     words = {arm: [*overrides, f"isoexec.arm={arm}", f"isoexec.out={_quoted(out / arm)}"] for arm in ARMS}
-    finished = {arm: _is_finished(compose(recipe, words[arm])) for arm in ARMS}
+    with tempfile.TemporaryDirectory() as scratch:  # both arms have one task and one seed
+        finished = {arm: _is_finished(compose(recipe, words[arm]), Path(scratch)) for arm in ARMS}
     for arm in ARMS:
         print(f"== {arm}" + (": has taken all its steps" if finished[arm] else ""), file=sys.stderr, flush=True)
         if finished[arm]:
@@ -159,12 +169,12 @@ def compare(recipe: str, overrides: list[str]) -> int:
     return 0
 
 
-def _is_finished(composed) -> bool:
+def _is_finished(composed, folder: Path) -> bool:
     from isoexec.runtimes.skyrl.resume import Finished
     from isoexec.train.early import check_start
 
     try:
-        check_start(composed)
+        check_start(composed, folder)
     except Finished:
         return True
     return False

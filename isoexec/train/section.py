@@ -80,7 +80,7 @@ def _value(hint, value, path: str):
     if value is None:
         if type(None) in options:
             return None
-        raise ContractError(f"{path}: must be given")
+        raise ContractError(f"{path}: must be given, as {path}=VALUE; docs/training.md tells of each recipe")
     [kind] = [option for option in options if option is not type(None)]
     if dataclasses.is_dataclass(kind):
         return _build(kind, value, path)

@@ -6,10 +6,10 @@ import importlib.util
 
 import pytest
 
-from isoexec.contract import CONTRACT_VARIABLE
+from isoexec.contract import CONTRACT_VARIABLE, Numerics, read_config
 from isoexec.contract.build import contract_for_model
 from isoexec.verify.audit import engine_worker, trainer_worker
-from isoexec.verify.audit.run import SHAPE, tokens
+from isoexec.verify.audit.run import engine_shape, tokens
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def audit_engine(audited_model, contract_chosen):
         pytest.skip("vLLM is not installed; run `make build`")
     operations = engine_worker.start()
     model, contract = audited_model
-    operations["open"](model=model, contract=contract, shape=SHAPE)
+    operations["open"](model=model, contract=contract, shape=engine_shape(read_config(model), Numerics()))
     prompts, _ = tokens(512)
     yield lambda: operations["audit"](prompts=prompts[:3], seeds=[1, 2, 3])
     operations["close"]()

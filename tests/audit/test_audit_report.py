@@ -8,10 +8,12 @@ from collections import Counter
 import pytest
 
 from isoexec.cli import main
-from isoexec.contract import CASES, ExecutionContract
+from isoexec.contract import CASES, ExecutionContract, Numerics
 from isoexec.contract.architectures import ENGINE, TRAINER, regions
+from isoexec.runtimes.vllm import cache_size
 from isoexec.verify.audit import run
 from isoexec.verify.audit.report import CLEAN, INCONCLUSIVE, STRAY, STRAY_COLUMNS, evidence, stray_rows, table
+from isoexec.verify.audit.run import BUDGET, engine_shape, tokens
 
 CONTRACT = ExecutionContract("Qwen3ForCausalLM", "cpu")
 
@@ -101,3 +103,19 @@ def test_no_model_may_be_missing_from_the_document(tmp_path):
     run._write_json(file, {"m": run.judge(CONTRACT, side(ENGINE), side(TRAINER))}, CLEAN)
     document = json.loads(file.read_text())
     assert (document["verdict"], set(document["models"]["m"]["cases"])) == ("clean", set(CASES))
+
+
+def test_a_step_of_the_audited_engine_holds_a_cache_block():
+    """A hybrid's block is as long as its state is large; the dense model's engine and the small hybrid's take steps of 100 tokens."""
+    attention = {"num_key_value_heads": 2, "head_dim": 256}
+    state = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+    hybrid = attention | state | {"layer_types": ["linear_attention", "full_attention"]}
+    small = hybrid | {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    large = hybrid | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    assert [engine_shape(config, Numerics())["max_num_batched_tokens"] for config in (attention, small)] == [BUDGET, BUDGET]
+    shape = engine_shape({"text_config": large}, Numerics())
+    block, _ = cache_size.blocks(large, Numerics(), 32, None, 8, shape["max_model_len"], True)
+    assert shape["max_num_batched_tokens"] == block > BUDGET
+    prompts, _ = tokens(512, block)
+    longest = sorted(map(len, prompts))[-2:]
+    assert block < longest[0] < longest[1] < shape["max_model_len"] and prompts[-1][: block + 1] == prompts[-2][: block + 1]

@@ -40,6 +40,8 @@ def score_and_step(contract: str | None, model: str, sequences: list, layout: di
     with mock.patch.object(of_hidden, "LOGIT_BYTES", 1 << 14):
         found["tiles"] = [as_bits(s.logprobs).tolist() for s in trainer.logprobs(sequences, temperature=0.7, packing=PACK)]
         found |= trainer.train_step(sequences, None, 0.7, packing=PACK)
+    if contract:
+        trainer.weight_manifest()  # refuses copies of a tensor that have learnt apart
     found["gradients"] = {name: gradient.numpy() for name, gradient in trainer.gradients().items()}
     trainer.close()
     return found

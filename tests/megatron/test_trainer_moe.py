@@ -113,6 +113,7 @@ def one_process(architecture, checkpoint_of, sequences, tmp_path_factory):
 
 
 LAYOUTS = {
+    "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
     "tp2-sp-ep2": {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
     "pp2": {"pipeline_parallel": 2},
 }

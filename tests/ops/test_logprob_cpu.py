@@ -126,9 +126,12 @@ def test_from_hidden_states_no_tile_moves_a_bit(monkeypatch, temperature):
     x, weight = torch.randn(150, 96).bfloat16().requires_grad_(), (torch.randn(V + 24, 96) * 0.3).bfloat16().requires_grad_()
     tokens, grad = torch.randint(0, V, (150,)), torch.randn(150)
     want = logprob.token_logprob(logprob.scale_by_temperature(matmul.lm_head(x, weight), temperature), tokens, **settings())
-    same_bits(of_hidden.of_hidden(x, weight, tokens, temperature, **settings()), want, "one tile")
+    seen = []
+    same_bits(of_hidden.of_hidden(x, weight, tokens, temperature, see=seen.append, **settings()), want, "one tile")
     monkeypatch.setattr(of_hidden, "LOGIT_BYTES", 1 << 17)
-    found = of_hidden.of_hidden(x, weight, tokens, temperature, **settings())
+    found = of_hidden.of_hidden(x, weight, tokens, temperature, see=seen.append, **settings())
+    assert len(seen) > 2
+    same_bits(torch.cat(seen[1:]), seen[0], "what is shown")
     assert "Tiles" in type(found.grad_fn).__name__
     same_bits(found, want, "tiles")
     moved = of_hidden.of_hidden(nudge(x.detach(), index=3 * 96 + 5), weight, tokens, temperature, **settings())

@@ -69,7 +69,7 @@ def test_printing_shows_every_key_and_reads_back(composed):
     [
         ("tinny", None, "recipe 'tinny' is unknown; there are gpu, node, nodes, tiny, tiny-dense"),
         ("base/isoexec", None, "is unknown"),
-        ("tiny", "trainer.train_batchsize=1", "Could not override 'trainer.train_batchsize'"),
+        ("tiny", "trainer.train_batchsize=1", "no key 'trainer.train_batchsize'; there is trainer.train_batch_size"),
         ("tiny", "hardware=mars", "Could not find 'hardware/mars'.*cpu cpu-nodes gpu node nodes"),
         ("tiny", "trainer.algorithm", "recipe tiny: "),
         ("tiny", "a=[1", "recipe tiny: "),
@@ -155,17 +155,18 @@ def test_what_cannot_run_is_refused_before_anything_starts(composed, tmp_path, o
     with pytest.raises(ContractError, match=message) as error:
         config = composed("tiny", "recipe.task.train=64", "recipe.task.held_out=16", *overrides)
         config.isoexec.out = str(tmp_path)
-        prepare(config)
+        prepare(config, tmp_path / "drawn")
     assert "\n" not in str(error.value)
 
 
 def test_what_can_run_is_ready(composed, tmp_path):
     config = composed("tiny", "recipe.task.train=64", "recipe.task.held_out=16")
     config.isoexec.out = str(tmp_path)
-    ready = prepare(config)
+    ready = prepare(config, tmp_path / "drawn")
     assert "recipe" not in ready.config
     assert [lengths.prompts for lengths in ready.lengths.values()] == [64, 16]
-    assert list(ready.config.data.train_data) == [str(tmp_path / "data" / "train.jsonl")]
+    assert list(ready.config.data.train_data) == [str(tmp_path / "drawn" / "train.jsonl")]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["drawn"]
 
 
 def test_the_recipe_that_the_readme_writes_is_one_that_can_run(tmp_path):
@@ -173,7 +174,7 @@ def test_the_recipe_that_the_readme_writes_is_one_that_can_run(tmp_path):
     shutil.copytree(RECIPES, folder)
     text = (RECIPES / "README.md").read_text()
     (folder / "mine.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
-    ready = prepare(compose("mine", [f"isoexec.out={tmp_path / 'out'}"], folder))
+    ready = prepare(compose("mine", [f"isoexec.out={tmp_path / 'out'}"], folder), tmp_path / "drawn")
     assert ready.recipe.name == "mine" and ready.config.trainer.max_training_steps == 10
     assert all(lengths.too_long == 0 for lengths in ready.lengths.values())
     groups = [folder for folder in RECIPES.iterdir() if folder.is_dir() and folder.name != "start"]

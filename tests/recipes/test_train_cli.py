@@ -4,6 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from isoexec import cli
+from isoexec.train.compose import recipe_names
 
 
 def run(capsys, *words):
@@ -34,6 +35,14 @@ def test_words_and_options_come_in_any_order(capsys, words):
     assert (config.isoexec.seed, config.trainer.train_batch_size) == (3, 16)
 
 
+def test_the_help_names_every_recipe_and_status(capsys):
+    with pytest.raises(SystemExit):
+        run(capsys, "--help")
+    said = capsys.readouterr().out
+    assert all(f" {name} " in said for name in recipe_names())
+    assert all(f" {status} " in said.partition("exit status:")[2] for status in range(5))
+
+
 @pytest.mark.parametrize("words", ["tiny --arn native", "tiny --cfg job -x isoexec.seed=3"])
 def test_an_option_that_there_is_not_is_refused(capsys, words):
     with pytest.raises(SystemExit) as ended:
@@ -52,7 +61,9 @@ def test_the_recipe_may_be_left_out(capsys):
     [
         (["tinny"], "recipe 'tinny' is unknown"),
         (["tiny", "isoexec.seed=3", "tiny-dense"], "expected one recipe, found tiny, tiny-dense; an override is KEY=VALUE"),
-        (["tiny", "trainer.nothing=1"], "trainer.nothing"),
+        (["tiny", "trainer.nothing=1"], "no key 'trainer.nothing'; one that is in no file is added with +trainer.nothing=VALUE"),
+        (["tiny", "trainer.max_trainig_steps=1"], "no key 'trainer.max_trainig_steps'; there is trainer.max_training_steps"),
+        (["tiny", "max_training_steps=1"], "no key 'max_training_steps'; there is trainer.max_training_steps; one that"),
         (["--compare", "isoexec.arm=native"], "a comparison runs both arms"),
         (["tiny", "recipe.task.train=0"], "recipe.task.train"),
         (

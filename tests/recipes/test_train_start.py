@@ -1,6 +1,7 @@
 """What refuses a run before it writes anything, and what a stopped comparison goes on with."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
@@ -14,9 +15,9 @@ import pytest
 
 from isoexec.contract import ContractError
 from isoexec.runtimes.skyrl import address, resume
-from isoexec.runtimes.skyrl.config import ConfigError
+from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig
 from isoexec.runtimes.skyrl.lines import read_steps
-from isoexec.train import launch
+from isoexec.train import launch, tasks
 from isoexec.train.check import prepare
 from isoexec.train.compose import RECIPES
 from isoexec.train.early import _resolved, check_start
@@ -66,6 +67,8 @@ def run(composed, tmp_path):
         (["trainer.resume_mode=from_path", "trainer.resume_path=nowhere"], {}, "trainer.resume_path: expected a global_step_ folder"),
         (["trainer.resume_mode=latest", "isoexec.seed=5"], {}, "isoexec.seed: expected 0, found 5"),
         (["trainer.resume_mode=latest", "trainer.max_training_steps=1"], {}, "there is nothing left to do"),
+        (["trainer.max_prompt_length=4"], {}, "64 of 64 prompts have more than trainer.max_prompt_length = 4 tokens"),
+        (["+isoexec.environments.mine=nowhere:Environment"], {}, "isoexec.environments.mine: 'nowhere:Environment'"),
     ],
 )
 def test_a_refused_start_leaves_the_run_before_it_as_it_was(run, tmp_path, monkeypatch, words, variables, message):
@@ -91,18 +94,53 @@ def test_a_refused_start_leaves_the_run_before_it_as_it_was(run, tmp_path, monke
         ("model=tiny-hybrid-moe", "model (its config.json)"),
     ],
 )
-def test_another_recipe_is_refused(run, override, named):
+def test_another_recipe_is_refused(run, tmp_path, override, named):
     run.save("native")
     with pytest.raises(ContractError) as refused:
-        check_start(run("trainer.resume_mode=latest", override, arm="native"))
+        check_start(run("trainer.resume_mode=latest", override, arm="native"), tmp_path / "again")
     assert f"{named}: expected " in str(refused.value) and "is of another run" in str(refused.value)
 
 
 def test_the_same_recipe_is_not(run, tmp_path):
     run.save()
-    assert check_start(run("trainer.resume_mode=latest", "trainer.max_training_steps=3", "trainer.ckpt_interval=1")) is None
-    assert "no checkpoint in" in check_start(run("trainer.resume_mode=latest", arm="native"))
-    assert check_start(run(arm="native")) is None
+    longer = run("trainer.resume_mode=latest", "trainer.max_training_steps=3", "trainer.ckpt_interval=1")
+    assert check_start(longer, tmp_path / "again") is None
+    assert "no checkpoint in" in check_start(run("trainer.resume_mode=latest", arm="native"), tmp_path / "again")
+    assert check_start(run(arm="native"), tmp_path / "again") is None
+
+
+def test_a_run_draws_its_problems_once_and_keeps_them_when_it_begins(run, tmp_path, monkeypatch):
+    run.save()
+    out, draws, begun = tmp_path / "out/isoexec", [], []
+    split = tasks.split
+    monkeypatch.setattr(tasks, "split", lambda *arguments: draws.append(None) or split(*arguments))
+
+    def start(config, begin):
+        assert (out / "data/train.jsonl").read_text() == "drawn\n"  # a cluster may still refuse
+        begun.append([open(file).read() for file in (*config.data.train_data, *config.data.val_data)])
+        begin()
+        return launch.STOPPED
+
+    monkeypatch.setattr(launch, "_run", start)
+    words = [*SMALL, f"isoexec.out={out}", "trainer.resume_mode=latest"]
+    assert launch.train("tiny-dense", words) == launch.STOPPED
+    assert len(draws) == 1 and [[(out / f"data/{name}.jsonl").read_text() for name in ("train", "held_out")]] == begun
+
+
+def test_what_is_not_known_to_move_no_bit_is_part_of_a_run():
+    plain = dataclasses.asdict(TrainConfig())
+    known = resume._moving(plain)
+    assert {"isoexec.seed", "trainer.algorithm.eps_clip_low", "generator.sampling_params.temperature"} <= known.keys()
+    plain["trainer"]["policy"]["new"] = plain["generator"]["inference_engine"]["new"] = plain["new"] = 1
+    assert resume._moving(plain).keys() - known.keys() == {"trainer.policy.new", "generator.inference_engine.new", "new"}
+
+
+def test_what_moves_no_bit_is_there():
+    """A name that SkyRL changes would let nothing through, and its successor would refuse a run for nothing."""
+    for path in resume._MOVE_NONE:
+        part = dataclasses.asdict(TrainConfig())
+        for name in path.split("."):
+            part = part[name]
 
 
 def test_a_comparison_goes_on_with_the_arm_that_has_not_ended(run, tmp_path, monkeypatch, capsys):
@@ -157,9 +195,9 @@ def test_a_cluster_to_join_answers_or_is_named(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         here = f"127.0.0.1:{server.getsockname()[1]}"
-        assert address.answering(here) == here
         monkeypatch.setattr(address, "_recorded", lambda: here)
-        assert address.answering("auto") == here
+        monkeypatch.setattr(address, "_refusal", lambda found: None)
+        assert address.answering(here) == address.answering("auto") == here
     with pytest.raises(ConfigError, match=r"nothing answers at .* \(auto: what `ray start` recorded"):
         address.answering("auto")
     monkeypatch.setattr(address, "_recorded", lambda: None)
@@ -173,10 +211,30 @@ def test_a_cluster_to_join_answers_or_is_named(monkeypatch):
             address.answering(bad)
 
 
+@pytest.fixture
+def head():
+    """Address of a cluster's head."""
+    from isoexec.runtimes.skyrl.node import LocalNode
+
+    node = LocalNode("127.0.0.1", gpus=0, cpus=1, object_store=80 << 20)
+    yield node.address
+    node.stop()
+
+
+def test_what_is_no_cluster_s_head_is_named_in_seconds(head, monkeypatch):
+    assert address.answering(head) == head
+    monkeypatch.setattr(address, "_PATIENCE", 0.5)
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="does not answer as the head of a Ray cluster: DEADLINE_EXCEEDED.*ray start --head"):
+            address.answering(f"127.0.0.1:{silent.getsockname()[1]}")
+        assert time.monotonic() - began < 10
+
+
 def test_the_task_in_the_documentation_is_one_that_can_be_drawn(composed, tmp_path):
     text = (RECIPES.parent / "docs/training.md").read_text()
     [command] = [block for block in text.split("```") if "generator=gcd" in block and "max_value" in block]
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:3] == ["isoexec", "train", "tiny"]
-    ready = prepare(composed("tiny", *words[3:], f"isoexec.out={tmp_path}"))
+    ready = prepare(composed("tiny", *words[3:], f"isoexec.out={tmp_path}"), tmp_path)
     assert [lengths.prompts for lengths in ready.lengths.values()] == [256, 64]

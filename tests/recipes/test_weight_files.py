@@ -41,5 +41,5 @@ def test_a_run_on_a_damaged_checkpoint_does_not_start(composed, tmp_path):
     config = composed("tiny-dense", f"trainer.policy.model.path={model}")
     config.isoexec.out = str(tmp_path / "out")
     with pytest.raises(ContractError, match="model.safetensors is not whole: expected .* bytes, found ") as error:
-        prepare(config)
+        prepare(config, tmp_path / "out")
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()

@@ -14,15 +14,10 @@ import pytest
 
 from isoexec.runtimes.skyrl.steps import read_steps
 from isoexec.train.compose import RECIPES
+from tests.skyrl.long import takes_minutes
 from tests.skyrl.started import digests, numbers
 
-pytestmark = [
-    pytest.mark.timeout(7200),
-    pytest.mark.skipif(
-        not os.environ.get("ISOEXEC_TEST_TRAINING"),
-        reason="each test starts Ray, vLLM and Megatron anew: a minute of two cores; ISOEXEC_TEST_TRAINING=1 runs them",
-    ),
-]
+pytestmark = takes_minutes("each test starts Ray, vLLM and Megatron anew: a minute of two cores")
 
 #: Timers of SkyRL, in the order of a step.
 PHASES = ("generate", "fwd_logprobs_values_reward", "train_critic_and_policy", "save_checkpoints", "sync_weights")

@@ -7,20 +7,14 @@ one that sleeps between steps forgets its cache by that alone.
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
 from isoexec.runtimes.skyrl.steps import read_steps
+from tests.skyrl.long import takes_minutes
 from tests.skyrl.planted import planted
 
-pytestmark = [
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(
-        not os.environ.get("ISOEXEC_TEST_TRAINING"),
-        reason="a run of five steps: a minute of two idle cores; ISOEXEC_TEST_TRAINING=1 runs it",
-    ),
-]
+pytestmark = takes_minutes("a run of five steps: a minute of two idle cores", 3600)
 
 STEPS = 5
 SETTINGS = ("isoexec.on_mismatch=warn", "trainer.placement.colocate_all=false", "trainer.ckpt_interval=-1")

@@ -28,6 +28,8 @@ class Environment(BaseTextEnv):
     def __init__(self, env_config=None, extras=None):
         super().__init__()
         self._answer = extras["answer"]
+        if self._answer is None:
+            raise KeyError("paper")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         return BaseTextEnvStepOutput(observations=[], reward=1.0, done=True, metadata={}, **self._answer(action))
@@ -111,3 +113,5 @@ def test_an_environment_that_raises_is_named(rollout):
 
     with pytest.raises(ContractError, match="^says all of it$"):
         rollout(refuse)
+    with pytest.raises(RewardError, match=f"environment {NAME} cannot be made: its constructor raised KeyError: 'paper'; nothing is"):
+        rollout(None)

@@ -7,15 +7,10 @@ import os
 import pytest
 
 from isoexec.runtimes.skyrl.steps import read_steps
+from tests.skyrl.long import takes_minutes
 from tests.skyrl.started import digests, numbers
 
-pytestmark = [
-    pytest.mark.timeout(7200),
-    pytest.mark.skipif(
-        not os.environ.get("ISOEXEC_TEST_TRAINING"),
-        reason="two engines and two policy ranks on two cores take some minutes; ISOEXEC_TEST_TRAINING=1 runs it",
-    ),
-]
+pytestmark = takes_minutes("two engines and two policy ranks on two cores take some minutes")
 
 STEPS = 2
 #: The recipe on a small task.

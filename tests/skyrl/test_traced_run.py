@@ -11,15 +11,10 @@ from pathlib import Path
 import pytest
 
 from isoexec.runtimes.skyrl.steps import read_steps
+from tests.skyrl.long import takes_minutes
 from tests.skyrl.planted import planted
 
-pytestmark = [
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(
-        not os.environ.get("ISOEXEC_TEST_TRAINING"),
-        reason="a run of two steps and its trace: minutes on two idle cores; ISOEXEC_TEST_TRAINING=1 runs it",
-    ),
-]
+pytestmark = takes_minutes("a run of two steps and its trace: minutes on two idle cores", 3600)
 
 HERE = Path(__file__).parent
 WEIGHT = "model.layers.1.input_layernorm.weight"

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from isoexec.runtimes.skyrl.steps import read_steps
 from isoexec.train.compose import RECIPES
+from tests.skyrl.long import takes_minutes
 
-pytestmark = [
-    pytest.mark.timeout(7200),
-    pytest.mark.skipif(
-        not os.environ.get("ISOEXEC_TEST_TRAINING"),
-        reason="each starts Ray, vLLM and Megatron: a minute of two cores; ISOEXEC_TEST_TRAINING=1 runs them",
-    ),
-]
+pytestmark = takes_minutes("each starts Ray, vLLM and Megatron: a minute of two cores")
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ SUM_BYTES = 32 << 20
 _GRAIN = 32  # rows and columns of a tile are multiples
 
 
-def of_hidden(x, weight, tokens, temperature, *, vocab_size, vocab_block, tp=None):
+def of_hidden(x, weight, tokens, temperature, *, vocab_size, vocab_block, tp=None, see=None):
     """Logprob of one token per row: bit for bit ``token_logprob(scale_by_temperature(lm_head(x, weight), temperature), tokens)``.
 
     Args:
@@ -33,18 +33,22 @@ def of_hidden(x, weight, tokens, temperature, *, vocab_size, vocab_block, tp=Non
         tokens: [T] int64, global ids.
         temperature: fp32 scalar tensor, or [T] fp32.
         vocab_size, vocab_block, tp: as in :func:`isoexec.ops.logprob.token_logprob`.
+        see: function that is shown each tile of the rows' logits, [t, V / n] fp32, divided by the temperature, in order, while it is held.
 
     Returns:
         [T] fp32. Differentiable in ``x`` and ``weight``; beside inputs and results it holds less than twice `LOGIT_BYTES` and `SUM_BYTES`.
     """
     arguments = x, weight, tokens, temperature, dict(vocab_size=vocab_size, vocab_block=vocab_block, tp=tp if group_size(tp) > 1 else None)
     if x.shape[0] * weight.shape[0] * 4 <= LOGIT_BYTES:
-        return _rows(*arguments)
-    return _Tiles.apply(*arguments, torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        return _rows(*arguments, see)
+    return _Tiles.apply(*arguments, see, torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
 
 
-def _rows(x, weight, tokens, temperature, sizes):
-    return token_logprob(scale_by_temperature(lm_head(x, weight), temperature), tokens, **sizes)
+def _rows(x, weight, tokens, temperature, sizes, see=None):
+    logits = scale_by_temperature(lm_head(x, weight), temperature)
+    if see is not None:
+        see(logits)
+    return token_logprob(logits, tokens, **sizes)
 
 
 def _tiles(count: int, other: int) -> list[slice]:
@@ -73,11 +77,13 @@ def _backend(device: torch.device):
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, tokens, temperature, sizes, wanted):
+    def forward(ctx, x, weight, tokens, temperature, sizes, see, wanted):
         """``wanted``: a gradient, for which each row's maximum and sum are kept."""
         logprobs, statistics = [], []
         for rows in _tiles(x.shape[0], weight.shape[0]):
             scaled = scale_by_temperature(lm_head(x[rows], weight), _of(temperature, rows))
+            if see is not None:
+                see(scaled)
             logprobs.append(token_logprob(scaled, tokens[rows], **sizes))
             if wanted:
                 with registry.beyond_logprob():
@@ -121,4 +127,4 @@ class _Tiles(torch.autograd.Function):
                 grad_x[rows] = sums
         for columns in _tiles(width, count) if wanted[1] and not one_block else ():
             grad_weight[columns] = backend.matmul.weight_gradient(tile(slice(0, count), columns), x, weight.dtype)
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None

@@ -263,6 +263,19 @@ def wrap(model: torch.nn.Module, config: TransformerConfig, groups, lr: float):
     return ddp, optimizer
 
 
+def gather_gradients(ddp: DistributedDataParallel) -> None:
+    """Make every ``main_grad`` whole; every rank calls.
+
+    A distributed optimizer reduces and clips on each data-parallel rank the shard that it updates, and leaves the rest as the rank's own
+    sum. Where expert parallelism does not share them out, experts have the tensor-parallel ranks among their data-parallel ones.
+    """
+    for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets if group.size() > 1 else ():
+            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+
+
 def rope_theta(text) -> float:
     """Base of the rotary embedding.
 

@@ -87,6 +87,14 @@ def updated_expert_bias(counts: Tensor, bias: Tensor, rate: float, tp_dp_cp_grou
 class ExpertWeights(SequentialMLP):
     """gate_up E' times [2 F, D] and down E' times [D, F], bf16: the experts of this rank."""
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.config.tensor_model_parallel_size > 1:
+            # A tensor-parallel rank has tokens of its own, and what it does not share out whole: its data-parallel ranks are those of experts.
+            # Upstream says so only under expert parallelism; elsewhere each rank's copy would learn from its own tokens.
+            for weight in self.parameters():
+                weight.allreduce = False
+
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
         return [expert.linear_fc1() for expert in self.local_experts], [expert.linear_fc2() for expert in self.local_experts]
 

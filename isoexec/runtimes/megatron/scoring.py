@@ -33,7 +33,7 @@ def scorer(contract: ExecutionContract | None, vocab_size: int, group, sequence_
 
     def score(logits, batch, temperature, with_rows):
         chosen = logits.flatten(0, 1).index_select(0, batch.rows)
-        chosen = logprob.scale_by_temperature(chosen, _scalar(temperature, chosen.device))
+        chosen = logprob.scale_by_temperature(chosen, scalar(temperature, chosen.device))
         logprobs = logprob.token_logprob(chosen, batch.targets, tp=tp, **sizes)
         if not with_rows:
             return logprobs, None
@@ -44,20 +44,32 @@ def scorer(contract: ExecutionContract | None, vocab_size: int, group, sequence_
 
 
 def hidden_scorer(contract: ExecutionContract, vocab_size: int, group, sequence_parallel: bool):
-    """(x [S, D] bf16 hidden states of a pack, weight [V / tp, D], batch, temperature) -> logprobs [N] fp32, the bits of :func:`scorer`.
+    """(x [N, D] bf16 hidden states, weight [V / tp, D], tokens [N], temperature, see=None) -> logprobs [N] fp32, those of :func:`scorer`.
 
     Args:
         contract, vocab_size, group, sequence_parallel: as for :func:`scorer`.
     """
     sizes = {"vocab_size": vocab_size, "vocab_block": contract.numerics.vocab_block, "tp": tensor_parallel(group, sequence_parallel)}
 
-    def score(x, weight, batch, temperature):
-        return of_hidden(x.index_select(0, batch.rows), weight, batch.targets, _scalar(temperature, x.device), **sizes)
+    def score(x, weight, tokens, temperature, see=None):
+        return of_hidden(x, weight, tokens, scalar(temperature, x.device), see=see, **sizes)
 
     return score
 
 
-def _scalar(temperature: float, device) -> torch.Tensor:
+def in_place_of_logits(function):
+    """Megatron's output processor with which a model gives ``function(x [S, D] bf16, weight [V / tp, D] bf16)``.
+
+    It is called through the output layer's module, for the hooks of that layer's parameters.
+    """
+
+    def process(*, hidden_states, output_layer, output_weight, **unused) -> torch.Tensor:
+        return output_layer(hidden_states, weight=output_weight, instead=function)[0]
+
+    return process
+
+
+def scalar(temperature: float, device) -> torch.Tensor:
     """An fp32 tensor on both sides: a Python float would divide in another precision."""
     return torch.tensor(temperature, dtype=torch.float32, device=device)
 

@@ -30,7 +30,7 @@ from isoexec.runtimes.megatron import model as models
 from isoexec.runtimes.megatron.groups import ProcessGroups
 from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
 from isoexec.runtimes.megatron.packing import MicroBatch, Pair
-from isoexec.runtimes.megatron.scoring import hidden_scorer, scorer
+from isoexec.runtimes.megatron.scoring import hidden_scorer, in_place_of_logits, scorer
 
 DEFAULT_PACK = 4096  # tokens
 
@@ -185,7 +185,8 @@ class PolicyTrainer:
         return process_identity("trainer", self._folder)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """fp32 gradients of the last :meth:`train_step`, clipped, by HF name; one data-parallel rank only. Every rank calls."""
+        """fp32 gradients of the last :meth:`train_step`, clipped, whole, by HF name; every rank calls."""
+        models.gather_gradients(self.ddp)
         return self._hf_tensors(lambda tensor: tensor.main_grad if tensor.requires_grad else None)
 
     def _hf_tensors(self, read) -> dict[str, torch.Tensor]:
@@ -227,14 +228,14 @@ class PolicyTrainer:
         """Of the last pipeline stage: logits, or logprobs where they are enough."""
         self._observe(batch)
         instead = self._instead(batch, temperature, with_rows)
-        processor = {} if instead is None else {"output_processor": functools.partial(_take, instead)}
+        processor = {} if instead is None else {"output_processor": in_place_of_logits(instead)}
         return model(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed, **processor)
 
     def _instead(self, batch: MicroBatch, temperature: float, with_rows: bool):
         """What the output layer gives in place of logits: logprobs, unless rows of logits are asked for or an observer is to see them."""
         if self._hidden_scorer is None or with_rows or registry.current_observer() is not None:
             return None
-        return functools.partial(self._hidden_scorer, batch=batch, temperature=temperature)
+        return lambda x, weight: self._hidden_scorer(x.index_select(0, batch.rows), weight, batch.targets, temperature)
 
     def _scoring_step(self, iterator, model, temperature: float, with_rows: bool):
         batch = next(iterator)
@@ -322,7 +323,7 @@ class PolicyTrainer:
         weight = self.gpt.shared_embedding_or_output_weight() if self.gpt.share_embeddings_and_output_weights else None
         hidden = self.gpt.decoder.final_layernorm(hidden)
         if instead is not None:
-            return _take(instead, hidden_states=hidden, output_layer=self.gpt.output_layer, output_weight=weight)
+            return in_place_of_logits(instead)(hidden_states=hidden, output_layer=self.gpt.output_layer, output_weight=weight)
         logits, _ = self.gpt.output_layer(hidden, weight=weight)
         return logits.transpose(0, 1).float()
 
@@ -348,11 +349,6 @@ class PolicyTrainer:
 
     def _executing(self, case: str):
         return contextlib.nullcontext() if self.contract is None else registry.executing(case)
-
-
-def _take(instead, *, hidden_states, output_layer, output_weight, **unused) -> torch.Tensor:
-    """Megatron's output processor: ``instead`` takes the logits' place, through the module's call, for the hooks of its parameters."""
-    return output_layer(hidden_states, weight=output_weight, instead=instead)[0]
 
 
 def _advantages(batch: MicroBatch, advantages) -> torch.Tensor:

@@ -59,6 +59,23 @@ class SeededGenerator(SkyRLGymGenerator):
             sampling_params = {**sampling_params, "seed": seed}
         return await super().agent_loop(*args, sampling_params=sampling_params, trajectory_id=trajectory_id, **kwargs)
 
+    @staticmethod
+    def _make_env(name: str, **arguments):
+        """Where upstream makes an environment.
+
+        Raises:
+            RewardError: its constructor raised.
+        """
+        try:
+            return SkyRLGymGenerator._make_env(name, **arguments)
+        except ContractError:  # says all of it
+            raise
+        except Exception as error:
+            raise RewardError(
+                f"environment {name} cannot be made: its constructor raised {type(error).__name__}: {' '.join(str(error).split())[:400]}; "
+                "nothing is trained on"
+            ) from error
+
     async def _run_in_executor_if_available(self, func, *args, **kwargs):
         """Where upstream calls an environment.
 

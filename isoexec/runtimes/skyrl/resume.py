@@ -12,44 +12,47 @@ from typing import NamedTuple
 from isoexec.contract import model_digest, read_config
 from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig
 
-#: Entries, with all below them, that move the bits of a run. What is not here may differ: the number of steps, checkpoints, evaluation,
-#: logs, memory, and where policy and engines run.
-_MOVE_BITS = (
-    "isoexec.arm",
-    "isoexec.seed",
-    "isoexec.environments",
-    "environment.env_class",
-    "trainer.train_batch_size",
-    "trainer.policy_mini_batch_size",
-    "trainer.micro_train_batch_size_per_gpu",
-    "trainer.max_tokens_per_microbatch",
-    "trainer.update_epochs_per_batch",
-    "trainer.recompute_old_logprobs_per_minibatch",
-    "trainer.max_prompt_length",
-    "trainer.bf16",
-    "trainer.remove_microbatch_padding",
-    "trainer.algorithm",
-    "trainer.policy.optimizer_config",
-    "trainer.policy.megatron_config",
-    "generator.n_samples_per_prompt",
-    "generator.sampling_params",
-    "generator.max_turns",
-    "generator.max_input_length",
-    "generator.chat_template_kwargs",
-    "generator.zero_reward_on_non_stop",
-    "generator.apply_overlong_filtering",
-    "generator.step_wise_trajectories",
-    "generator.inference_engine.model_dtype",
-)
-#: Of those, what moves none.
+#: Entries, with all below them, that move no bit of a run under a contract (without one none is promised). Every other one does, those that
+#: SkyRL may add among them.
 _MOVE_NONE = (
-    "trainer.algorithm.dynamic_sampling.max_sample_batches",
-    "trainer.policy.optimizer_config.offload_after_step",
-    "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable",
-    "trainer.policy.megatron_config.empty_cuda_cache",
-    "trainer.policy.megatron_config.hf_export_config",
-    "trainer.policy.megatron_config.moe_per_layer_logging",
-)
+    # Where files and processes are. Training data, model, tokenizer, contract and the policy's ranks are part of the identity themselves.
+    "data",
+    "isoexec.contract",
+    "isoexec.out",
+    "isoexec.ray_address",
+    "isoexec.sync_folder",
+    "trainer.policy.model.path",
+    "trainer.ref",  # no run has a reference model
+    "trainer.placement",
+    *(f"trainer.{name}_path" for name in ("ckpt", "export", "log", "resume")),
+    # How long, and what is kept, evaluated and told on the way.
+    *(f"trainer.{name}" for name in (
+        "max_training_steps", "epochs", "resume_mode", "ckpt_interval", "max_ckpts_to_keep", "hf_save_interval", "eval_batch_size",
+        "eval_before_train", "eval_interval", "dump_eval_results", "dump_data_batch", "project_name", "run_name", "logger", "tags",
+        "print_example_interval", "log_example_interval", "num_logger_eval_samples", "num_logger_train_samples", "enable_ray_gpu_monitor",
+        "algorithm.dynamic_sampling.max_sample_batches", "policy.record_memory", "policy.torch_profiler_config",
+        "policy.megatron_config.hf_export_config", "policy.megatron_config.dist_ckpt_optim_fully_reshardable",
+        "policy.megatron_config.moe_per_layer_logging",
+    )),
+    "generator.eval_sampling_params",
+    "generator.eval_n_samples_per_prompt",
+    "isoexec.on_mismatch",
+    "environment.skyrl_gym.max_env_workers",
+    "environment.skyrl_gym.search.log_requests",
+    # Memory, and which tokens are scored together.
+    *(f"trainer.{name}" for name in (
+        "use_expandable_segments", "gradient_checkpointing", "gradient_checkpointing_use_reentrant", "micro_forward_batch_size_per_gpu",
+        "policy.optimizer_config.offload_after_step", "policy.megatron_config.empty_cuda_cache",
+    )),
+    # How engines are laid out and batch.
+    *(f"generator.inference_engine.{name}" for name in (
+        "num_engines", "tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size", "max_num_seqs",
+        "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill",
+        "use_expandable_segments", "distributed_executor_backend", "vllm_v1_disable_multiproc", "enable_ray_prometheus_stats",
+        "served_model_name", "weight_sync_backend", "weight_transfer_threshold_cuda_ipc_GB", "router_init_kwargs",
+        "engine_init_kwargs",
+    )),
+)  # fmt: skip
 #: Beside the configuration, what turns a prompt into tokens and back.
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SHOWN = 12  # differences in one message
@@ -84,8 +87,7 @@ def identity(config: TrainConfig, contract: str | None) -> dict[str, object]:
         config: resolved; its training data exists.
         contract: digest of the contract, or None.
     """
-    plain = dataclasses.asdict(config)
-    found = {name: value for path in _MOVE_BITS for name, value in _leaves(path, _at(plain, path)) if not _below(name, _MOVE_NONE)}
+    found = _moving(dataclasses.asdict(config))
     placement = config.trainer.placement
     found["policy ranks"] = placement.policy_num_nodes * placement.policy_num_gpus_per_node
     found["contract"] = contract
@@ -182,10 +184,10 @@ def _state(folder: Path) -> dict:
     return state
 
 
-def _at(plain: Mapping, path: str):
-    for name in path.split("."):
-        plain = plain[name]
-    return plain
+def _moving(plain: Mapping) -> dict[str, object]:
+    """The entries of a configuration that may move a bit, by their paths."""
+    every = (leaf for section, value in plain.items() for leaf in _leaves(section, value))
+    return {name: value for name, value in every if not _below(name, _MOVE_NONE)}
 
 
 def _leaves(path: str, value) -> Iterator[tuple[str, object]]:

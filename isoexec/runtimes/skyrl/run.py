@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -20,11 +21,12 @@ class RunStopped(RuntimeError):
     """A process of the run was lost, or a disk refused a checkpoint. What was saved before is whole, and the run can be resumed."""
 
 
-def train(config: TrainConfig | DictConfig | dict) -> Path:
+def train(config: TrainConfig | DictConfig | dict, begin: Callable[[], None] = lambda: None) -> Path:
     """Train, and write one JSON line per step.
 
     Args:
         config: SkyRL's configuration with a section ``isoexec`` (:class:`~isoexec.runtimes.skyrl.config.IsoExecConfig`).
+        begin: called when nothing can be refused any more, before the first result is written. The data has been read.
 
     Returns:
         The folder with ``steps.jsonl``, ``contract.json`` (isoexec arm), checkpoints and logs. Those of an older run are set aside
@@ -58,6 +60,7 @@ def train(config: TrainConfig | DictConfig | dict) -> Path:
     stop = cluster.start(config, environment)
     try:
         set_aside(config, resumed)
+        begin()
         if contract is not None:
             file.write_text(contract.to_json(), encoding="utf-8")
         experiment.run()

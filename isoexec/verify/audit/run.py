@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isoexec.contract import CASES, ContractError, check_served, contract_for_model
+from isoexec.contract import CASES, ContractError, Numerics, check_served, contract_for_model
 from isoexec.verify.audit.report import (
     BAD_INPUT, CASE_COLUMNS, CLEAN, INCONCLUSIVE, STRAY, STRAY_COLUMNS, VERDICTS, case_rows, stray_rows, table,
 )  # fmt: skip
@@ -23,11 +23,13 @@ from isoexec.verify.run import backend, check_backend, worker_environment
 from isoexec.verify.settings import MADE_ARCHITECTURES
 
 _AUX_LOSS = 0.01  # the router's loss hangs on the path in training; it must not lie on it
-#: Lengths before, on and after a chunk of 64, one longer than the engine's budget, and one that shares a prefix with it.
-_PROMPT_LENGTHS = (1, 63, 65, 130, 129)
+#: Tokens of an engine's step at most, where a cache block is not longer, and sequences.
+BUDGET, _SEQUENCES = 100, 8
+#: Lengths of prompts before, on and after a chunk of 64.
+_PROMPT_LENGTHS = (1, 63, 65)
+#: By how many tokens two more are longer than the budget; they share all but one token.
+_BEYOND = 30
 _GENERATED = 3
-#: Of the engine: a prompt longer than the budget is prefilled in chunks beside decoding sequences; the prefix cache copies states.
-SHAPE = {"max_num_seqs": 8, "max_num_batched_tokens": 100, "enable_prefix_caching": True, "max_model_len": 256}
 
 
 @dataclass
@@ -107,11 +109,12 @@ def _audit_model(model: Path, engine, trainer, group: WorkerGroup, work: Path, t
     contract = contract_for_model(model, backend())
     file = work / f"{model.name}.contract.json"
     file.write_text(contract.to_json(), encoding="utf-8")
-    text = text_config(check_model(model))
-    prompts, sequences = tokens(text["vocab_size"])
+    config = check_model(model)
+    text, shape = text_config(config), engine_shape(config, contract.numerics)
+    prompts, sequences = tokens(text["vocab_size"], shape["max_num_batched_tokens"])
 
     def engine_side() -> dict:
-        engine.call("open", timeout, model=str(model), contract=str(file), shape=SHAPE)
+        engine.call("open", timeout, model=str(model), contract=str(file), shape=shape)
         return engine.call("audit", timeout, prompts=prompts, seeds=list(range(len(prompts))))
 
     def trainer_side() -> dict:
@@ -128,14 +131,34 @@ def _audit_model(model: Path, engine, trainer, group: WorkerGroup, work: Path, t
             raise
 
 
-def tokens(vocab_size: int) -> tuple[list[list[int]], list[tuple[list[int], list[int]]]]:
-    """(prompts, (prompt, generated) pairs), random ids."""
+def engine_shape(config: dict, numerics: Numerics) -> dict:
+    """Of the engine: a prompt longer than the budget is prefilled in chunks beside decoding sequences; the prefix cache copies states.
+
+    A step must hold a cache block, which in a hybrid is as long as a state of Gated DeltaNet is large.
+    """
+    from isoexec.runtimes.vllm import cache_size  # torch, which a refused model need not wait for
+
+    shortest = {"block_size": 32, "cache_tokens": None, "max_num_seqs": _SEQUENCES, "max_model_len": 1, "prefix_caching": True}
+    block, _ = cache_size.blocks(config, numerics, **shortest)
+    budget = max(BUDGET, block)
+    longest = budget + _BEYOND + _GENERATED
+    return {
+        "max_num_seqs": _SEQUENCES, "max_num_batched_tokens": budget, "enable_prefix_caching": True, "max_model_len": max(256, longest),
+    }  # fmt: skip
+
+
+def tokens(vocab_size: int, budget: int = BUDGET) -> tuple[list[list[int]], list[tuple[list[int], list[int]]]]:
+    """(prompts, (prompt, generated) pairs), random ids.
+
+    Args:
+        budget: tokens of an engine's step.
+    """
     draw = random.Random(0)
 
     def some(count: int) -> list[int]:
         return [draw.randrange(3, vocab_size) for _ in range(count)]
 
-    prompts = [some(n) for n in _PROMPT_LENGTHS]
+    prompts = [some(n) for n in (*_PROMPT_LENGTHS, budget + _BEYOND, budget + _BEYOND - 1)]
     prompts[-1][:-1] = prompts[-2][: len(prompts[-1]) - 1]
     return prompts, [(prompt, some(_GENERATED)) for prompt in prompts]
 

@@ -1,0 +1,66 @@
+"""The kernels of whole chunks as they are launched, compiled for sm_90 without a GPU."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from isoexec.ops._core.triton_math import COMPILE
+from isoexec.ops.gdn import kernels_hopper, kernels_roles, launch
+
+H, HV, K, V = 16, 32, 128, 128
+POINTERS = dict(o="*bf16", high="*bf16", low="*i16", slots="*i32", sequences="*i32", b_ws="*fp32", E_ws="*fp32")
+
+
+def described(block, dtype):
+    return f"tensordesc<{'fp32' if dtype == gl.float32 else 'bf16'}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)!r}>"
+
+
+def compiled(kernel, arguments, constants, entry):
+    """-> PTX and ptxas's resource usage."""
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else {**POINTERS, **arguments}.get(name, "i32")
+        if signature[name].startswith("*") or name in ("v_row", "S_slot"):
+            attributes[i,] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    options = dict(num_warps=entry["num_warps"], maxnreg=entry["maxnreg"], **COMPILE)
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(found.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return found.asm["ptx"], usage
+
+
+def assert_as_written(ptx):
+    """No operation contracted, approximated to zero or left to an order of arrival."""
+    assert "wgmma" in ptx and not re.search(r"fma\.rn\.f32|\b(atom|red)\.|\.ftz", ptx)
+
+
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_warps_with_roles(chunk):
+    entry = launch.settings("chain_roles", chunk, V)
+    BV, registers = entry["BV"], entry["registers"]
+    tiles = {name: described([chunk, width], gl.bfloat16) for name, width in (("q", K), ("k", K), ("v", BV), ("T", chunk), ("M", chunk))}
+    gates = dict.fromkeys(("E", "b"), described([4 * chunk], gl.float32))
+    constants = dict(H=H, HV=HV, K=K, V=V, C=chunk, BV=BV, STAGES=entry["stages"], HELD=entry["held"], WARPS=entry["output_warps"],
+                     REGISTERS=(registers, registers))  # fmt: skip
+    ptx, usage = compiled(kernels_roles.chain_roles_kernel, {**tiles, **gates}, constants, entry)
+    assert_as_written(ptx)
+    assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    assert "LOCAL:0" in usage and "STACK:0" in usage, usage  # all of a state in registers
+
+
+def test_one_warpgroup():
+    entry = launch.settings("chain_hopper", 16, V)
+    constants = dict(H=H, HV=HV, K=K, V=V, C=16, BV=entry["BV"], STAGES=entry["stages"])
+    ptx, _ = compiled(kernels_hopper.whole_chunks_kernel, dict.fromkeys("qkvTM", "*bf16"), constants, entry)
+    assert_as_written(ptx)
