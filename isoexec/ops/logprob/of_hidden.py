@@ -79,16 +79,17 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, tokens, temperature, sizes, see, wanted):
         """``wanted``: a gradient, for which each row's maximum and sum are kept."""
-        logprobs, statistics = [], []
-        for rows in _tiles(x.shape[0], weight.shape[0]):
-            scaled = scale_by_temperature(lm_head(x[rows], weight), _of(temperature, rows))
+        statistics = []
+
+        def keep(logits):
             if see is not None:
-                see(scaled)
-            logprobs.append(token_logprob(scaled, tokens[rows], **sizes))
+                see(logits)
             if wanted:
                 with registry.beyond_logprob():
-                    statistics.append(_backend(x.device).logprob.statistics(scaled, **sizes))
-            del scaled  # two tiles at a time
+                    statistics.append(_backend(x.device).logprob.statistics(logits, **sizes))
+
+        tiles = _tiles(x.shape[0], weight.shape[0])
+        logprobs = [_rows(x[rows], weight, tokens[rows], _of(temperature, rows), sizes, keep) for rows in tiles]
         with registry.beyond_logprob():
             ctx.save_for_backward(x, weight, tokens, temperature, *(torch.cat(part) for part in zip(*statistics)))
         ctx.sizes = sizes
