@@ -24,7 +24,7 @@ from isoexec.contract import (
     sha256_hex,
 )
 from isoexec.contract.architectures import REGIONS
-from isoexec.contract.canonical import LARGEST_TEXT, parse_json
+from isoexec.contract.canonical import LARGEST_TEXT, parse_json, printable
 from isoexec.contract.identity import PARTS, advice
 from isoexec.contract.types import BACKENDS, GDN_CHUNKS, GDN_FORMS, Claims
 from isoexec.verify.arguments import check_limits, check_model, check_numerics, dtype_note, positive
@@ -319,7 +319,7 @@ def _contract_diff(options) -> int:
     else:
         for kind, found in (("DIFFERENT", refused), ("neutral", logged)):
             for d in found:
-                print(f"{kind}: {d}" + (f"; {advice(d.path)}" if kind == "DIFFERENT" else ""))
+                print(printable(f"{kind}: {d}") + (f"; {advice(d.path)}" if kind == "DIFFERENT" else ""))
         if not refused:
             print("the same model and the same bits" + (f"; {len(logged)} neutral entries differ" if logged else ""))
     return 1 if refused else 0
@@ -451,7 +451,7 @@ def _cell(value) -> str:
 def _print_rows(rows) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        print(printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()))
 
 
 def _print_json(value) -> None:

@@ -27,8 +27,12 @@ def active_contract() -> ExecutionContract | None:
 @functools.lru_cache(maxsize=None)
 def _load(path: str) -> ExecutionContract:
     try:
+        if not (os.path.isfile(path) or os.path.isdir(path)) and os.path.exists(path):  # to open a pipe may wait for ever
+            raise ContractError(
+                f"{CONTRACT_VARIABLE}={path}: expected a file that each process can read, found a pipe or device; write it to a file"
+            )
         with open(path, encoding="utf-8") as file:
-            text = file.read(LARGEST_TEXT + 1)  # a path to a device must not be read for ever
+            text = file.read(LARGEST_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ContractError(f"{CONTRACT_VARIABLE}={path}: cannot read the contract: {error}") from None
     try:

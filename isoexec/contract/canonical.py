@@ -65,6 +65,11 @@ def shown(value) -> str:
     return _short.repr(value)
 
 
+def printable(text: str) -> str:
+    """``text`` of a file from elsewhere for a terminal: line breaks, control characters and lone surrogates as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 def _no_float(text: str):
     raise ContractError(f"number {text[:40]}: a decimal float has no canonical form; write it as the bit pattern of its fp32 value")
 

@@ -74,6 +74,18 @@ def test_show(contract, capsys):
     assert shown["contract"]["composition"] and all(digest in table for digest in (shown["sha256"], *shown["identities"].values()))
 
 
+def test_hostile_text_of_a_contract_is_shown_as_escapes(contract, capsys):
+    """Nothing in a file moves the cursor, and what is no character ends no verb."""
+    data = json.loads(contract[0].read_text())
+    file = contract[0].with_name("hostile.json")
+    file.write_text(json.dumps(data | {"deployment": {"a\x1b[2J": "\ud800\nb"}}))
+    for verb in (["show", str(file)], ["diff", str(file), str(contract[0])]):
+        capsys.readouterr()
+        assert main(["contract", *verb]) == 0
+        told = capsys.readouterr().out
+        assert "a\\x1b[2J" in told and "\\ud800\\nb" in told and "\x1b" not in told
+
+
 def test_diff(contract, capsys):
     file = contract[0]
     assert main(["contract", "diff", str(file), str(file)]) == 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -97,6 +98,10 @@ def test_the_switch(tmp_path, monkeypatch):
     assert active_contract() == CONTRACT and active_contract() is active_contract()
     monkeypatch.setenv(CONTRACT_VARIABLE, str(tmp_path / "absent.json"))
     with pytest.raises(ContractError, match="absent.json: cannot read the contract"):
+        active_contract()
+    os.mkfifo(tmp_path / "pipe")  # to open it would wait for a writer
+    monkeypatch.setenv(CONTRACT_VARIABLE, str(tmp_path / "pipe"))
+    with pytest.raises(ContractError, match="pipe: expected a file that each process can read"):
         active_contract()
     (tmp_path / "other.json").write_text("{}")
     monkeypatch.setenv(CONTRACT_VARIABLE, str(tmp_path / "other.json"))

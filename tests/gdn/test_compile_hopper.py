@@ -17,6 +17,9 @@ from isoexec.ops.gdn import kernels_hopper, kernels_roles, launch
 H, HV, K, V = 16, 32, 128, 128
 POINTERS = dict(o="*bf16", high="*bf16", low="*i16", slots="*i32", sequences="*i32", b_ws="*fp32", E_ws="*fp32")
 
+ARRIVAL = "mbarrier.arrive.shared"
+BARRIER_THEN_ARRIVAL = rf"bar\.sync[^\n]*\n(?:\s*(?://|\.loc)[^\n]*\n)*\s*@\S+ {re.escape(ARRIVAL)}"
+
 
 def described(block, dtype):
     return f"tensordesc<{'fp32' if dtype == gl.float32 else 'bf16'}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)!r}>"
@@ -56,6 +59,8 @@ def test_warps_with_roles(chunk):
     ptx, usage = compiled(kernels_roles.chain_roles_kernel, {**tiles, **gates}, constants, entry)
     assert_as_written(ptx)
     assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    # One thread arrives for its warps once a barrier among them has passed, so what they stored and read lies before it.
+    assert len(re.findall(BARRIER_THEN_ARRIVAL, ptx)) == ptx.count(ARRIVAL) == 2
     assert "LOCAL:0" in usage and "STACK:0" in usage, usage  # all of a state in registers
 
 

@@ -63,6 +63,14 @@ def test_no_kernel_was_seen_to_err():
         assert set(result["launched"]) == sanitize.every_kernel(), f"{tool} did not see every kernel: {AGAIN}"
 
 
+def test_a_race_elsewhere_is_not_explained():
+    recorded = RECORDED["sanitizer"]["tools"]["racecheck"]["accesses"]
+    assert recorded and sanitize.explained(recorded)
+    kernel, file, line = recorded[0]
+    assert not sanitize.explained([*recorded, [kernel, file, str(int(line) + 1)]])
+    assert not sanitize.explained([*recorded, ["whole_chunks_kernel", file, line]])
+
+
 @pytest.mark.parametrize("form", ["cpr", "cpr_wy"])
 def test_accuracy_is_bounded_by_the_native_kernels(form):
     for name, result in RECORDED["gates"].items():

@@ -270,6 +270,29 @@ def test_a_bundle_that_lacks_a_member(tmp_path, name):
         open_report([rewritten(tmp_path / "b.zip", contents)])
 
 
+def test_a_bundle_that_came_damaged(tmp_path, capsys):
+    """A byte of the packed data is another, or the file ends early; what is no file is not waited for."""
+    whole = written(tmp_path / "a.zip").read_bytes()
+    file = tmp_path / "b.zip"
+    for place in range(60, 4000, 97):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x5A]) + whole[place + 1 :])
+        with pytest.raises(ContractError, match="not a (zip file|bundle) that is whole"):
+            open_report([file])
+    file.write_bytes(whole[: len(whole) // 2])
+    os.mkfifo(tmp_path / "pipe")
+    for path, said in ((file, "not a zip file"), (tmp_path / "pipe", "found a pipe"), (tmp_path, "found a folder")):
+        assert main(["trace", "compare", str(path)]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layer", ("Infinity", "1e999", "NaN"))
+def test_numbers_that_are_none_are_refused(tmp_path, layer):
+    contents = members(written(tmp_path / "a.zip"))
+    contents["engine/side.json"] = contents["engine/side.json"].replace(b'"layer": 1', b'"layer": ' + layer.encode(), 1)
+    with pytest.raises(ContractError, match="not a bundle that is whole"):
+        open_report([rewritten(tmp_path / "b.zip", contents)])
+
+
 def test_another_version_is_refused(tmp_path):
     contents = members(written(tmp_path / "a.zip"))
     contents["bundle.json"] = contents["bundle.json"].replace(b'"version": 1', b'"version": 2')
@@ -281,6 +304,7 @@ paths = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 junk = (
     st.none()
     | st.integers(-(2**70), 2**70)
+    | st.floats()
     | st.text(max_size=5)
     | st.lists(st.integers(), max_size=2)
     | st.dictionaries(st.text(max_size=2), st.none(), max_size=1)
@@ -309,6 +333,18 @@ def test_hostile_json_is_refused_or_read(tmp_path, name, path, value):
         assert "\n" not in str(error)
     else:
         assert lines(found) and page(found) and json.dumps(as_json(found))
+
+
+def test_names_in_a_bundle_are_escaped_where_they_are_shown(tmp_path, capsys):
+    contents = members(written(tmp_path / "a.zip"))
+    hostile = json.dumps("x\x1b[2J\n\ud800<script>").encode()
+    for name in ("engine/side.json", "trainer/side.json"):
+        contents[name] = contents[name].replace(b'"unplaced": {}', b'"unplaced": {' + hostile + b": 1}")
+    file = rewritten(tmp_path / "b.zip", contents)
+    assert main(["trace", "compare", str(file), "--html", str(tmp_path / "page.html")]) == 0
+    told, shown = capsys.readouterr().out, (tmp_path / "page.html").read_text()
+    assert "x\\x1b[2J\\n\\ud800<script>" in told and "\x1b" not in told
+    assert "&lt;script&gt;" in shown and "<script" not in shown
 
 
 def test_names_in_a_bundle_are_text_on_the_page(tmp_path):

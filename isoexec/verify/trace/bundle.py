@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import zipfile
+import zlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -185,6 +186,8 @@ def read(path: Path) -> Bundle:
         ContractError: it is no bundle, of another version, or not whole.
         OSError: it cannot be read.
     """
+    if path.exists() and not path.is_file():
+        raise ContractError(f"{path}: expected a file, found {'a folder' if path.is_dir() else 'a pipe or a device'}; name a bundle")
     try:
         with zipfile.ZipFile(path) as file:
             described = _json(file, "bundle.json", path)
@@ -200,9 +203,9 @@ def read(path: Path) -> Bundle:
             about = _object(described["about"])
     except ContractError:
         raise
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error) as error:
         raise ContractError(f"{path}: not a zip file that is whole: {error}; record it again, or copy it in binary form") from None
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, EOFError, NotImplementedError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError, EOFError, NotImplementedError, RuntimeError) as error:
         raise ContractError(f"{path}: not a bundle that is whole: {type(error).__name__}: {shown(str(error))}") from None
     return Bundle(sequences, sides, about)
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from isoexec.contract import ContractError
+from isoexec.contract.canonical import printable
 from isoexec.verify.arguments import check_model, dtype_note, positive
 from isoexec.verify.folder import alone
 from isoexec.verify.trace.page import page
@@ -106,9 +107,9 @@ def _run(options) -> int:
 
 def _show(found: Report, options) -> int:
     if options.html:
-        options.html.write_text(page(found), encoding="utf-8")
+        options.html.write_text(page(found), encoding="utf-8", errors="xmlcharrefreplace")
     if options.json:
         print(json.dumps(as_json(found), indent=2, sort_keys=True))
     else:
-        print("\n".join(lines(found)))
+        print("\n".join(map(printable, lines(found))))
     return found.status
