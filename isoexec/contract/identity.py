@@ -17,6 +17,7 @@ _ADVICE = (
     ("ops", "install the same isoexec on both sides, without local changes; `make patches-check` and `git status` show them"),
     ("launch", "launch configurations are a committed table; install the same isoexec on both sides"),
     ("providers", "install the pinned provider: python -m isoexec.ops._core.provider WHEEL"),
+    ("packages.isoexec", "install the same isoexec on both sides, without local changes; `git status` shows them"),
     ("packages", "install the versions of requirements/stack.txt on both sides and build the trees again: make build"),
     ("device", "run both sides on the same device architecture: bits are promised within one"),
     ("settings", "give both sides the same setting"),

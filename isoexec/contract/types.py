@@ -22,7 +22,7 @@ SCHEDULE_VERSION = 1
 BACKENDS = ("cpu", "cuda")
 #: What no contract allows, whatever else it says; the runtimes' tables of settings hold the details.
 REFUSED = (
-    "compiled_or_captured_graphs",
+    "compiled_graphs",
     "kv_cache_quantization",
     "kv_transfer",
     "lora",
@@ -181,7 +181,10 @@ class ExecutionContract:
         object.__setattr__(self, "deployment", pairs(self.deployment, "deployment"))
         if sorted(strings(self.refused, "refused")) != sorted(REFUSED):
             differing = sorted(set(REFUSED) ^ set(self.refused)) or ["an entry twice"]
-            raise ContractError(f"refused: expected exactly {', '.join(REFUSED)}; found a difference in {shown(differing)}")
+            raise ContractError(
+                f"refused: expected exactly {', '.join(REFUSED)}; found a difference in {shown(differing)}; "
+                "rebuild the contract with `isoexec contract build`"
+            )
         object.__setattr__(self, "refused", tuple(sorted(self.refused)))
         self._check_composition()
 

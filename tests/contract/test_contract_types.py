@@ -16,6 +16,7 @@ from isoexec.contract import (
     canonical_json,
     sha256_hex,
 )
+from isoexec.contract.identity import advice
 
 CONTRACT = ExecutionContract("Qwen3ForCausalLM", "cpu", claims=Claims(trainer_tp=4, engine_tp=2, trainer_sp=True))
 
@@ -120,3 +121,17 @@ def test_the_chunks_of_a_contract_are_those_of_the_ops():
     from isoexec.ops.gdn.state import CHUNK_SIZES
 
     assert GDN_CHUNKS == CHUNK_SIZES
+
+
+@pytest.mark.parametrize(
+    "entry, said",
+    [("packages.isoexec.models", "git status"), ("packages.vllm", "requirements/stack.txt"), ("launch.gdn", "a committed table")],
+)
+def test_what_to_do_fits_what_differs(entry, said):
+    assert said in advice(f"numerical_policy.{entry}")
+
+
+def test_a_contract_of_other_refusals_is_to_be_built_again():
+    refused = [*CONTRACT.refused, "compiled_or_captured_graphs"]
+    with pytest.raises(ContractError, match="refused: expected exactly .*'compiled_or_captured_graphs'.*; rebuild the contract"):
+        ExecutionContract.from_json(edited(refused=refused))

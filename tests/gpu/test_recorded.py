@@ -36,10 +36,15 @@ def test_the_runs_are_of_this_code():
 
 @pytest.mark.parametrize("name,run", json.loads((HERE / "verify_results.json").read_text()).items())
 def test_no_bit_differed_in_a_verification(name, run):
-    assert run["status"] == 0 and len(run["runs"]) == 13
+    assert run["status"] == 0 and len(run["runs"]) == 13 and sum(r["tokens"] for r in run["runs"]) == 1600
     assert {(r["bit_equal"], r["rows_equal"], r["max_abs"]) for r in run["runs"]} == {(1.0, 1.0, 0.0)}
     for model in run["models"].values():
         assert model["control"]["bit_equal"] < 0.05 < model["control"]["max_abs"], "one ulp in one weight shows in nearly every token"
+        happened = model["evidence"]["isoexec"]
+        assert happened["preempted"]["preemptions"] and happened["chunked prefill"]["chunked_prompts"]
+        assert happened["prefix cache, warm"]["cached_tokens"] > happened["prefix cache, cold"]["cached_tokens"]
+        replays = [setting.get("replays", 0) for setting in happened.values()]
+        assert all(replays) if name.endswith("captured") else not any(replays)
         assert model["contract"]["handshakes"] == 4 and len({entry["version"] for entry in model["contract"]["weights"]}) == 2
 
 

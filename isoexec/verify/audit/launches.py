@@ -21,21 +21,19 @@ _spec = importlib.util.find_spec("triton")
 #: Folder of the installed Triton, whose frames are no call sites; empty-handed where there is none.
 TRITON = os.path.join(os.path.dirname(_spec.origin), "") if _spec and _spec.origin else "\0"
 
-#: Names of kernels that are launched past the dispatcher, and whose they are.
+#: Names in a profile of kernels that are launched past the dispatcher and are not Triton's, and whose they are.
 ALLOWED = (
     (r"deep_gemm::", "DeepGEMM: op family matmul"),
     (r"flash::|FlashAttn", "FlashAttention 3: op family attention"),
     (r"Mem(cpy|set)\b", "bytes"),
     (r"nccl\w*Kernel_(AllGather|SendRecv|Broadcast)", "collectives that move bytes"),
-    (r"^_compute_slot_mapping_kernel$", "vLLM: slots of the cache, integers"),
-    (r"^_zero_kv_blocks_kernel$", "vLLM: zeros in blocks of the cache before they are written"),
-    (r"^batch_memcpy_kernel$", "vLLM: states of Gated DeltaNet, moved as bytes"),
 )
-
-
-def allowed(kernel: str) -> bool:
-    """Whether a kernel's name is in :data:`ALLOWED`."""
-    return any(re.search(pattern, kernel) for pattern, _ in ALLOWED)
+#: Triton kernels of vLLM that compute no float, by their whole names, and what they do.
+MOVING = {
+    "_compute_slot_mapping_kernel": "slots of the cache, integers",
+    "_zero_kv_blocks_kernel": "zeros in blocks of the cache before they are written",
+    "batch_memcpy_kernel": "states of Gated DeltaNet, moved as bytes",
+}
 
 
 @contextlib.contextmanager
@@ -83,12 +81,12 @@ def device_kernels(report: Callable[[str, int], None]):
 
 
 def unexplained(ran: Counter[str], dispatched: Counter[str]) -> dict[str, int]:
-    """Launches by kernel name that neither torch's dispatcher (which the dispatch mode watches) nor the allow-list accounts for."""
-    ours = triton_kernels()
+    """Launches by kernel name that neither torch's dispatcher (which the dispatch mode watches) nor the allow-lists account for."""
+    named = triton_kernels() | MOVING.keys()
     return {
         name: count
         for name, count in (ran - dispatched).items()
-        if name not in ours and not allowed(name)
+        if name not in named and not any(re.search(pattern, name) for pattern, _ in ALLOWED)
     }
 
 
