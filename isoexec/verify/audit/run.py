@@ -62,8 +62,8 @@ def audit(model: str | None, json_file: str | None, timeout: float) -> int:
     if folder:
         check_model(folder)
     check_backend()
-    if json_file and not Path(json_file).resolve().parent.is_dir():
-        raise ContractError(f"--json {json_file}: its folder does not exist; make it first")
+    if json_file and (Path(json_file).is_dir() or not Path(json_file).resolve().parent.is_dir()):
+        raise ContractError(f"--json {json_file}: expected a file in a folder that exists")
     work = Path(tempfile.mkdtemp(prefix="isoexec-audit-"))
     group = WorkerGroup(work)
     status, findings = INCONCLUSIVE, {}
@@ -100,8 +100,8 @@ def _audit_models(folder: Path | None, group: WorkerGroup, work: Path, timeout: 
             sizes = {"num_hidden_layers": 2} | ({"layer_types": ["linear_attention", "full_attention"]} if "3_5" in architecture else {})
             trainer.call("make_checkpoint", timeout, folder=str(model), architecture=architecture, sizes=sizes)
         findings[model.name] = _audit_model(model, engine, trainer, group, work, timeout)
-        strays = sum(len(found["strays"]) for found in findings[model.name].cases.values())
-        progress(f"{model.name}: {strays} stray ops")
+        strays = len(stray_rows(model.name, findings[model.name].cases))
+        progress(f"{model.name}: {strays} call sites of stray ops")
     return findings
 
 
