@@ -285,6 +285,25 @@ def test_a_bundle_that_came_damaged(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_a_bundle_beyond_the_memory_is_bad_input(tmp_path):
+    """A small zip may claim a large array."""
+    contents = members(written(tmp_path / "a.zip"))
+    with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        for name, data in contents.items():
+            file.writestr(name, data.ljust(1 << 28, b"\0") if name == "engine/data.bin" else data)
+    environment = {"PYTHONPATH": str(Path(isoexec.__file__).parents[1]), "PATH": os.environ["PATH"]}
+    command = f"ulimit -v 200000; exec {sys.executable} -m isoexec.cli trace compare {tmp_path / 'b.zip'}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "holds more than the memory" in done.stderr, done.stderr
+
+
+def test_the_page_does_not_replace_the_bundle(tmp_path, monkeypatch, capsys):
+    file = written(tmp_path / "a.zip")
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", "compare", "a.zip", "--html", str(file)]) == 2
+    assert "name another file" in capsys.readouterr().err and zipfile.is_zipfile(file)
+
+
 @pytest.mark.parametrize("layer", ("Infinity", "1e999", "NaN"))
 def test_numbers_that_are_none_are_refused(tmp_path, layer):
     contents = members(written(tmp_path / "a.zip"))

@@ -203,6 +203,8 @@ def read(path: Path) -> Bundle:
             about = _object(described["about"])
     except ContractError:
         raise
+    except MemoryError:
+        raise ContractError(f"{path}: holds more than the memory of this process; compare it where there is more") from None
     except (zipfile.BadZipFile, zlib.error) as error:
         raise ContractError(f"{path}: not a zip file that is whole: {error}; record it again, or copy it in binary form") from None
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError, EOFError, NotImplementedError, RuntimeError) as error:

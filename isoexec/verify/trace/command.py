@@ -76,6 +76,8 @@ def _check_outputs(*files: Path | None) -> None:
 
 def _compare(options) -> int:
     _check_outputs(options.html)
+    if options.html and any(options.html.absolute() == file.absolute() for file in options.bundles):
+        raise ContractError(f"trace compare: --html {options.html} is a bundle to compare, which the page would replace; name another file")
     if len(options.bundles) > 2:
         raise ContractError(f"trace compare: expected one or two bundles, found {len(options.bundles)}")
     return _show(open_report(options.bundles), options)
