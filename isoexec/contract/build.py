@@ -6,8 +6,8 @@ import json
 import math
 from pathlib import Path
 
-from isoexec.contract.canonical import bits64, sha256_hex
 from isoexec.contract.architectures import REGIONS
+from isoexec.contract.canonical import bits64, sha256_hex
 from isoexec.contract.checkpoints import check_checkpoint
 from isoexec.contract.errors import ContractError
 from isoexec.contract.types import ExecutionContract, Numerics

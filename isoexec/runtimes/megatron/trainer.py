@@ -25,8 +25,8 @@ from isoexec.ops._core import registry
 from isoexec.ops._core.bits import row_digests
 from isoexec.ops._core.digest import PendingDigests
 from isoexec.runtimes.handshake import process_identity
-from isoexec.runtimes.megatron import packing
 from isoexec.runtimes.megatron import model as models
+from isoexec.runtimes.megatron import packing
 from isoexec.runtimes.megatron.groups import ProcessGroups
 from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
 from isoexec.runtimes.megatron.packing import MicroBatch, Pair

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isoexec.contract import CASES, ContractError, Numerics, check_served, contract_for_model
+from isoexec.verify.arguments import check_model, text_config
 from isoexec.verify.audit.report import (
     BAD_INPUT, CASE_COLUMNS, CLEAN, INCONCLUSIVE, STRAY, STRAY_COLUMNS, VERDICTS, case_rows, stray_rows, table,
 )  # fmt: skip
 from isoexec.verify.progress import Progress
 from isoexec.verify.protocol import WorkerError, WorkerGroup, WorkerRefused
-from isoexec.verify.arguments import check_model, text_config
 from isoexec.verify.run import backend, check_backend, worker_environment
 from isoexec.verify.settings import MADE_ARCHITECTURES
 

@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 
 from isoexec.contract import ContractError, contract_for_model
 from isoexec.runtimes.megatron.hf_files import HFFiles, save_hf
+from isoexec.verify.arguments import check_model, text_config
 from isoexec.verify.progress import Progress
 from isoexec.verify.prompts import make_prompts, packings, request_seeds
 from isoexec.verify.protocol import WorkerError, WorkerGroup, WorkerRefused
-from isoexec.verify.arguments import check_model, text_config
 from isoexec.verify.run import backend, check_backend, check_graphs, worker_environment
 from isoexec.verify.settings import MAX_MODEL_LEN
 from isoexec.verify.trace.bundle import Sequence
