@@ -23,7 +23,7 @@ class Summary:
     """Of one arm. Times are medians over the steps, in seconds; None where the run did not write it.
 
     Attributes:
-        held_out: pass rate on held-out problems before the first and after the last step.
+        held_out: pass rate on held-out problems before the first step, and at the last evaluation after one.
         reward, pass_rate: of the first and of the last step.
         mismatch_mean: mean over the steps of their mean difference; ``mismatch_max``: largest of any token.
         bit_equal: smallest share of tokens with equal bits of any step.
@@ -72,11 +72,12 @@ def read(path: Path) -> list[dict]:
 
 def summary(steps: list[dict], arm: str) -> Summary:
     """The summary of an arm's steps."""
+    untrained = [step for step in steps if step["step"] == 0]
     trained = [step for step in steps if step["step"] > 0]
     return Summary(
         arm=arm,
         steps=len(trained),
-        held_out=_ends(_column(steps, held_out)),
+        held_out=(_ends(_column(untrained, held_out))[0], _ends(_column(trained, held_out))[1]),
         reward=_ends(_column(trained, entry("reward"))),
         pass_rate=_ends(_column(trained, entry("pass_rate"))),
         mismatch_mean=_mean(_column(trained, entry(f"{MISMATCH}_mean"))),
@@ -189,7 +190,7 @@ def picture(path: Path, arms: dict[str, list[dict]]) -> None:
 def _change(pair) -> str:
     before, after = pair
     if before is None or after is None:
-        return "-"
+        return "-" if before is after else f"{share(before)} -> {share(after)}"
     return f"{share(before)} -> {share(after)} ({(after - before) * 100:+.1f} points)"
 
 

@@ -48,6 +48,14 @@ def test_summary_says_what_happened(tmp_path):
     assert len({len(line) for line in table.splitlines()}) == 1
 
 
+@pytest.mark.parametrize("left_out, shown", [(0, "- -> 65.00 % "), (-1, "40.00 % -> - ")])
+def test_one_evaluation_is_not_shown_as_two(left_out, shown):
+    rows = steps()
+    del rows[left_out]["eval"]
+    row = next(line for line in report.text([report.summary(rows, "isoexec")]).splitlines() if "held-out" in line)
+    assert shown in row and "points" not in row
+
+
 def test_nothing_is_rounded_to_perfect():
     assert report.share(1 - 1e-9) == "99.99 %" and report.share(1.0) == "100 %" and report.share(1e-9) == "0.01 %"
     assert report.number(1e-12) == "1e-12" and report.number(0.0) == "0"
