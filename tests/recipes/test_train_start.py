@@ -175,7 +175,12 @@ finally:
     time.sleep(1)
     (folder / "ended").touch()
 """
-PARENT = "import sys\nfrom isoexec.train.launch import _wait\n_wait([sys.executable, *sys.argv[1:]])"
+PARENT = """
+import signal, sys
+from isoexec.train.launch import _wait
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background commands ignore it, and these tests may be one
+_wait([sys.executable, *sys.argv[1:]])
+"""
 
 
 @pytest.mark.parametrize("everyone", [True, False])
