@@ -1,18 +1,13 @@
 """The kernels of whole chunks as they are launched, compiled for sm_90 without a GPU."""
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from isoexec.ops._core.triton_math import COMPILE
 from isoexec.ops.gdn import kernels_hopper, kernels_roles, launch
+from tests.gpu.offline import ptx_and_resources
 
 H, HV, K, V = 16, 32, 128, 128
 POINTERS = dict(o="*bf16", high="*bf16", low="*i16", slots="*i32", sequences="*i32", b_ws="*fp32", E_ws="*fp32")
@@ -33,14 +28,7 @@ def compiled(kernel, arguments, constants, entry):
         if signature[name].startswith("*") or name in ("v_row", "S_slot"):
             attributes[i,] = [["tt.divisibility", 16]]
     source = GluonASTSource(kernel, signature, constants, attributes)
-    options = dict(num_warps=entry["num_warps"], maxnreg=entry["maxnreg"], **COMPILE)
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(found.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return found.asm["ptx"], usage
+    return ptx_and_resources(source, num_warps=entry["num_warps"], maxnreg=entry["maxnreg"])
 
 
 def assert_as_written(ptx):

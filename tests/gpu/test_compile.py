@@ -2,9 +2,6 @@
 
 import os
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -24,6 +21,7 @@ from isoexec.ops.matmul import triton as matmul
 from isoexec.ops.moe import triton_combine, triton_grouped, triton_route
 from isoexec.ops.norm import triton as norm
 from isoexec.ops.rope import triton as rope
+from tests.gpu.offline import ptx_and_resources
 
 _TYPES = {
     "eps": "fp32", "r_out": "*fp32", "cos": "*fp32", "sin": "*fp32", "cos_out": "*fp32", "sin_out": "*fp32", "positions": "*i64",
@@ -135,14 +133,7 @@ def compiled(kernel, constants, kinds, blocks, **options):
             signature[name] = f"tensordesc<{kind}{block},{layout!r}>"
         elif signature[name].startswith("*"):
             attributes[i,] = [["tt.divisibility", 16]]
-    made = triton.compile(GluonASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32),
-                          options=dict(num_warps=4, **options, **COMPILE))  # fmt: skip
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return made.asm["ptx"], usage
+    return ptx_and_resources(GluonASTSource(kernel, signature, constants, attributes), num_warps=4, **options)
 
 
 @pytest.mark.parametrize("leaves,copied,columns", [(8, "bf16", 128), (8, "fp32", 128), (2, "bf16", 128), (8, "bf16", 64), (4, None, 128), (1, None, 64)])
