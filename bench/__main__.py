@@ -11,6 +11,18 @@ import sys
 
 from bench import plot, table
 
+#: Measured against native kernels.
+KERNELS = ("bench.ops", "bench.gdn", "bench.layers")
+#: What recording and comparing cost, against the same without; bench.sync needs the patched vLLM and Megatron.
+COSTS = (("bench.recorder",), ("bench.manifest", "--device", "cuda"), ("bench.sync",))
+
+
+def commands(native: str, commit: str) -> list[list[str]]:
+    """Words after ``python -m`` for each part."""
+    of_commit = ["--commit", commit] if commit else []
+    of_native = ["--native", native] if native else []
+    return [[part, *of_native, *of_commit] for part in KERNELS] + [[*part, *of_commit] for part in COSTS]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -18,8 +30,8 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of the measured tree, where git is not at hand")
     options = parser.parse_args()
     table.need_gpu()
-    common = [word for name in ("native", "commit") if (value := getattr(options, name)) for word in (f"--{name}", value)]
-    failed = [part for part in ("bench.ops", "bench.gdn", "bench.layers") if subprocess.run([sys.executable, "-m", part, *common]).returncode]
+    parts = commands(options.native, options.commit)
+    failed = [part[0] for part in parts if subprocess.run([sys.executable, "-m", *part]).returncode]
     plot.main()
     if failed:
         raise SystemExit(f"bench: {' and '.join(failed)} failed, see above; what they measured before is in {table.PATH}")

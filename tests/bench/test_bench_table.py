@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import table
+from bench import __main__, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,8 @@ def test_a_table_of_other_columns_is_refused(tmp_path):
         table.read(file)
 
 
+@pytest.mark.parametrize("words", [["bench"], *__main__.commands("", "abc")[-len(__main__.COSTS) :]], ids=lambda words: words[0])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu_it_says_so():
-    run = subprocess.run([sys.executable, "-m", "bench"], cwd=ROOT, capture_output=True, text=True)
+def test_without_a_gpu_it_says_so(words):
+    run = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1 and "no NVIDIA GPU" in run.stderr and "Traceback" not in run.stderr
