@@ -196,21 +196,42 @@ def _forms():
                 yield heads, not by_keys, None
 
 
+class Gradients:
+    """Gradients (q, k, v) of a batch, by the form that ``by_keys`` and ``groups`` name, and of what was put in place of its inputs."""
+
+    def __init__(self, random, device, heads, by_keys, groups, monkeypatch):
+        H, G, K = heads
+        monkeypatch.setitem(triton_backward.TILES, K, triton_backward.TILES[K]._replace(by_keys=by_keys))
+        self.batch = batch = Batch(random, H, G, K, device)
+        self.grad, self.inputs = random(*batch.q.shape), (batch.q, batch.k, batch.v)
+        out, lse = portable.attend(*self.inputs, batch.cu, batch.scale, 64, longest_q=max(LENGTHS))
+        self.rest = batch.cu, out, lse, batch.scale, max(LENGTHS)
+        each = triton_backward.tile_bytes(H // G, K, len(batch.q), len(LENGTHS), max(LENGTHS))
+        self.budget = triton_backward.SAVED_BYTES if groups is None else groups * each
+
+    def __call__(self, grad, q, k, v):
+        return triton_backward.gradients(grad, q, k, v, *self.rest, budget=self.budget)
+
+
+@pytest.mark.parametrize("heads,by_keys,groups", _forms())
+def test_a_neighbour_that_is_not_finite_reaches_no_gradient(random, device, heads, by_keys, groups, monkeypatch):
+    """Every row after the first sequence is NaN, in all four inputs; one NaN among its own rows is seen."""
+    run, n = Gradients(random, device, heads, by_keys, groups, monkeypatch), LENGTHS[0]
+    inputs = run.grad, *run.inputs
+    beside = [torch.cat([x[:n], torch.full_like(x[n:], torch.nan)]) for x in inputs]
+    for a, b in zip(run(*beside), run(*inputs)):
+        assert_bit_equal(a[:n], b[:n], "gradients")
+    for x in beside[:1] if INTERPRET else beside:  # negative control
+        kept, x[n - 1] = x[n - 1].clone(), torch.nan
+        assert any(not g[:n].isfinite().all() for g in run(*beside))
+        x[n - 1] = kept
+
+
 @pytest.mark.parametrize("heads,by_keys,groups", _forms())
 def test_triton_gradients(random, device, heads, by_keys, groups, monkeypatch):
     """Of views, too: heads of one projection, tokens apart. No sequence begins at a multiple of the tiles."""
-    H, G, K = heads
-    monkeypatch.setitem(triton_backward.TILES, K, triton_backward.TILES[K]._replace(by_keys=by_keys))
-    batch = Batch(random, H, G, K, device)
-    grad = random(*batch.q.shape)
-    out, lse = portable.attend(batch.q, batch.k, batch.v, batch.cu, batch.scale, 64, longest_q=max(LENGTHS))
-    rest = batch.cu, out, lse, batch.scale, max(LENGTHS)
-    each = triton_backward.tile_bytes(H // G, K, len(batch.q), len(LENGTHS), max(LENGTHS))
-    budget = triton_backward.SAVED_BYTES if groups is None else groups * each
-
-    def run(grad, q, k, v):
-        return triton_backward.gradients(grad, q, k, v, *rest, budget=budget)
-
+    run, (H, G, K) = Gradients(random, device, heads, by_keys, groups, monkeypatch), heads
+    batch, grad = run.batch, run.grad
     packed = torch.cat([batch.q, batch.k, batch.v], 1)
     for q, k, v in ((batch.q, batch.k, batch.v), packed.split([H, G, G], 1)):
         got = run(grad, q, k, v)

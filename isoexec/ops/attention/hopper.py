@@ -72,7 +72,22 @@ def _copy(q, grad, keys, values, lse, delta, own, ready, free, k_tiles, v_tiles,
 
 
 @gluon.jit
-def _gradients(saved, grad_k, grad_v, own, ready, free, k_tiles, v_tiles, q_ring, g_ring, l_ring, d_ring, ds_tiles, start, new, n, turns, steps,
+def _select(tile, real, K: gl.constexpr):
+    """Rows of ``tile`` [64, K] from ``real`` on become +0.0; whoever multiplies by them waits on a barrier of the caller's."""
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    for part in gl.static_range(4):
+        if real < 16 * part + 16:
+            some = tile.slice(16 * part, 16)
+            row = 16 * part + gl.arange(0, 16, gl.SliceLayout(1, BY_ROW))
+            kept = gl.where((row < real)[:, None], some.load(BY_ROW), gl.zeros([16, K], tile.dtype, BY_ROW))
+            gl.thread_barrier()
+            some.store(kept)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _gradients(saved, grad_k, grad_v, own, ready, free, alone, k_tiles, v_tiles, q_ring, g_ring, l_ring, d_ring, ds_tiles, start, new, n, turns, steps,
                first_tile, tiles, g, scale, G: gl.constexpr, K: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """A warpgroup: keys n + HALF * 64 and on."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -94,6 +109,11 @@ def _gradients(saved, grad_k, grad_v, own, ready, free, k_tiles, v_tiles, q_ring
         mbarrier.wait(ready.index(slot), (t // STAGES) & 1)
         q = q_ring.index(slot)
         grad = g_ring.index(slot)
+        if first + _HALF > new:
+            # The block's other rows are the next sequence's, and may hold anything: a warpgroup takes them out of one tile each.
+            _select(grad if HALF == 0 else q, new - first, K)
+            mbarrier.arrive(alone, count=1)
+            mbarrier.wait(alone, r & 1)
         s = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
         dp = warpgroup_mma(v, grad.permute((1, 0)), none, use_acc=False, is_async=True)
         s, dk_done = warpgroup_mma_wait(1, deps=(s, dk))
@@ -157,15 +177,17 @@ def paired_keys_kernel(q, grad, keys, values, lse, delta, saved, grad_k, grad_v,
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     own = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    alone = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(own, count=1)
+    mbarrier.init(alone, count=2)
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=2)
     gl.warp_specialize(
         [
-            (_gradients, (saved, grad_k, grad_v, own, ready, free, k_tiles, v_tiles, q_ring, g_ring, l_ring, d_ring, ds_tiles, start, new, n, turns,
+            (_gradients, (saved, grad_k, grad_v, own, ready, free, alone, k_tiles, v_tiles, q_ring, g_ring, l_ring, d_ring, ds_tiles, start, new, n, turns,
                           steps, first_tile, tiles, g, scale, G, K, 0, STAGES)),
-            (_gradients, (saved, grad_k, grad_v, own, ready, free, k_tiles, v_tiles, q_ring, g_ring, l_ring, d_ring, ds_tiles, start, new, n, turns,
+            (_gradients, (saved, grad_k, grad_v, own, ready, free, alone, k_tiles, v_tiles, q_ring, g_ring, l_ring, d_ring, ds_tiles, start, new, n, turns,
                           steps, first_tile, tiles, g, scale, G, K, 1, STAGES)),
             (_copy, (q, grad, keys, values, lse, delta, own, ready, free, k_tiles, v_tiles, q_ring, g_ring, l_ring, d_ring, start,
                      (start // 4 + b) * 4, n, turns, steps, g, P, REPEAT, K, STAGES)),

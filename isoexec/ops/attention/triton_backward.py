@@ -85,6 +85,12 @@ def _turn(t, steps, low, STEP: tl.constexpr):
 
 
 @triton.jit
+def _own(x, real):
+    """``x`` [rows, K] with +0.0 for rows that are not ``real``: a product with zero would keep their NaN and infinities."""
+    return tl.where(real[:, None], x, 0.0)
+
+
+@triton.jit
 def _inside(x):
     """Row or column of a query or key within its tile."""
     return x - x // _TILE * _TILE
@@ -92,13 +98,15 @@ def _inside(x):
 
 @triton.jit
 def _keys_step(q, grad, lse, delta, k, v, saved, row, dk, dv, start, new, first, head, key, T, scale, K: tl.constexpr, BM: tl.constexpr,
-               SAVE: tl.constexpr):  # fmt: skip
-    """Adds one block of queries, ``first`` of the sequence and on, to the gradients of a block of keys."""
+               SAVE: tl.constexpr, END: tl.constexpr):  # fmt: skip
+    """Adds one block of queries, ``first`` of the sequence and on, to the gradients of a block of keys; ``END``: one with rows of another sequence."""
     i = first + tl.arange(0, BM)
     real = i < new
     at = head * T + start + i
     q_MK = q.load([start + first, head * K])
     g_MK = grad.load([start + first, head * K])
+    if END:
+        q_MK, g_MK = _own(q_MK, real), _own(g_MK, real)
     l_M = tl.load(lse + at, mask=real, other=0.0) * _LOG2E
     d_M = tl.load(delta + at, mask=real, other=0.0)
     visible = (key[:, None] <= i[None, :]) & real[None, :]
@@ -134,23 +142,32 @@ def keys_kernel(q, keys, values, grad, lse, delta, saved, grad_k, grad_v, cu_seq
         if SAVE:  # whole tiles: what no query sees is zero
             low = n // _TILE * _TILE
             first_tile = local * REPEAT * tiles + _first_tile(cu_seqlens, b, N)
-        steps = tl.cdiv(new - low, BM)
+        steps = (new - low) // BM
         for t in range(REPEAT * steps):
             r, first = _turn(t, steps, low, BM)
             row = _tile(first_tile + r * tiles, first, n) * _TILE + _inside(n)
             head = g * REPEAT + r
-            dk, dv = _keys_step(q, grad, lse, delta, k, v, saved, row, dk, dv, start, new, first, head, key, T, scale, K, BM, SAVE)
+            dk, dv = _keys_step(q, grad, lse, delta, k, v, saved, row, dk, dv, start, new, first, head, key, T, scale, K, BM, SAVE, False)
+        last = low + steps * BM
+        if last < new:
+            for r in range(REPEAT):
+                row = _tile(first_tile + r * tiles, last, n) * _TILE + _inside(n)
+                head = g * REPEAT + r
+                dk, dv = _keys_step(q, grad, lse, delta, k, v, saved, row, dk, dv, start, new, last, head, key, T, scale, K, BM, SAVE, True)
         at = ((start + key).to(tl.int64) * G + g)[:, None] * K + tl.arange(0, K)[None, :]
         tl.store(grad_k + at, (dk * scale).to(grad_k.dtype.element_ty), mask=(key < new)[:, None])
         tl.store(grad_v + at, dv.to(grad_v.dtype.element_ty), mask=(key < new)[:, None])
 
 
 @triton.jit
-def _queries_step(keys, values, q, g, l_M, d_M, p, ds, first_tile, dq, start, first, m, column, i, scale, BN: tl.constexpr,
-                  MASK: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
-    """Adds one block of keys to the gradients of a block of queries."""
+def _queries_step(keys, values, q, g, l_M, d_M, p, ds, first_tile, dq, start, new, first, m, column, i, scale, BN: tl.constexpr,
+                  MASK: tl.constexpr, END: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
+    """Adds one block of keys to the gradients of a block of queries; ``END``: one with rows of another sequence."""
     k_NK = keys.load([start + first, column])
     v_NK = values.load([start + first, column])
+    if END:
+        real = first + tl.arange(0, BN) < new
+        k_NK, v_NK = _own(k_NK, real), _own(v_NK, real)
     p_MN = tl.exp2(dot(q, tl.trans(k_NK)) * (scale * _LOG2E) - l_M[:, None])
     if MASK:
         p_MN = tl.where((first + tl.arange(0, BN))[None, :] <= i[:, None], p_MN, 0.0)
@@ -182,20 +199,25 @@ def queries_kernel(q, keys, values, grad, lse, delta, p, ds, grad_q, cu_seqlens,
         at = head * T + start + i
         l_M = tl.load(lse + at, mask=i < new, other=float("inf")) * _LOG2E  # P of a row that does not exist is zero
         d_M = tl.load(delta + at, mask=i < new, other=0.0)
-        q_MK = q.load([start + m, head * K])
-        g_MK = grad.load([start + m, head * K])
+        q_MK = _own(q.load([start + m, head * K]), i < new)
+        g_MK = _own(grad.load([start + m, head * K]), i < new)
         dq = tl.zeros([BM, K], dtype=tl.float32)
         column = head // REPEAT * K
         first_tile = 0
         if SAVE:
             first_tile = local * tiles + _first_tile(cu_seqlens, b, N)
         whole = m // BN * BN
+        stop = tl.minimum(m + BM, new)
+        end = whole + (stop - whole) // BN * BN
         for first in range(0, whole, BN):
-            dq = _queries_step(keys, values, q_MK, g_MK, l_M, d_M, p, ds, first_tile, dq, start, first, m, column, i, scale, BN, False,
-                               SAVE)  # fmt: skip
-        for first in range(whole, tl.minimum(m + BM, new), BN):
-            dq = _queries_step(keys, values, q_MK, g_MK, l_M, d_M, p, ds, first_tile, dq, start, first, m, column, i, scale, BN, True,
-                               SAVE)  # fmt: skip
+            dq = _queries_step(keys, values, q_MK, g_MK, l_M, d_M, p, ds, first_tile, dq, start, new, first, m, column, i, scale, BN, False,
+                               False, SAVE)  # fmt: skip
+        for first in range(whole, end, BN):
+            dq = _queries_step(keys, values, q_MK, g_MK, l_M, d_M, p, ds, first_tile, dq, start, new, first, m, column, i, scale, BN, True,
+                               False, SAVE)  # fmt: skip
+        if end < stop:
+            dq = _queries_step(keys, values, q_MK, g_MK, l_M, d_M, p, ds, first_tile, dq, start, new, end, m, column, i, scale, BN, True,
+                               True, SAVE)  # fmt: skip
         place = ((start + i).to(tl.int64) * H + head)[:, None] * K + tl.arange(0, K)[None, :]
         tl.store(grad_q + place, (dq * scale).to(grad_q.dtype.element_ty), mask=(i < new)[:, None])
 
@@ -218,21 +240,30 @@ def saved_kernel(saved, rows, out, cu_seqlens, factor, tiles, first_head, heads,
         own = block * _TILE
         total = tl.zeros([_TILE, K], dtype=tl.float32)
         low = own if KEYS else 0
-        steps = tl.cdiv((new if KEYS else tl.minimum(own + _TILE, new)) - low, _STEP)
+        stop = new if KEYS else tl.minimum(own + _TILE, new)
+        steps = (stop - low) // _STEP
         first_tile = _first_tile(cu_seqlens, b, N) + local * (REPEAT if KEYS else 1) * tiles
         for t in range((REPEAT if KEYS else 1) * steps):
             r, first = _turn(t, steps, low, _STEP)
             tile = _tile(first_tile + r * tiles, first, own) if KEYS else _tile(first_tile, own, first)
             column = (head * REPEAT + r if KEYS else head // REPEAT) * K
             total = dot_add(tl.trans(saved.load([tile * _TILE + _inside(first), 0])), rows.load([start + first, column]), total)
+        last = low + steps * _STEP
+        if last < stop:  # a block with rows of another sequence
+            real = last + tl.arange(0, _STEP) < new
+            for r in range(REPEAT if KEYS else 1):
+                tile = _tile(first_tile + r * tiles, last, own) if KEYS else _tile(first_tile, own, last)
+                column = (head * REPEAT + r if KEYS else head // REPEAT) * K
+                saved_rows = tl.trans(saved.load([tile * _TILE + _inside(last), 0]))
+                total = dot_add(saved_rows, _own(rows.load([start + last, column]), real), total)
         i = own + tl.arange(0, _TILE)
         place = ((start + i).to(tl.int64) * OUT + head)[:, None] * K + tl.arange(0, K)[None, :]
         tl.store(out + place, (total * factor).to(out.dtype.element_ty), mask=(i < new)[:, None])
 
 
 def _rows(x, rows):
-    """[T, H, K] as blocks [rows, K] of one head's tokens. A block may reach into the next sequence; its scores there
-    are selected away, so what it finds must be finite."""
+    """[T, H, K] as blocks [rows, K] of one head's tokens. A block may reach into the next sequence, whose rows may hold anything: they and
+    their scores are selected away."""
     return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]])
 
 
