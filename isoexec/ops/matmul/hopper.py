@@ -27,8 +27,8 @@ from isoexec.ops.matmul import triton as portable
 ROWS, STEP = 128, 64
 WIDE, NARROW = 128, 64
 STAGES = {WIDE: 5, NARROW: 8}
-#: Row tiles that share their weights in the L2 cache, for up to two tiles a processor and for more.
-GROUP = 8, 2
+#: Row tiles that share their weights in the L2 cache: for up to one tile a processor, for up to two, and for more.
+GROUP = 4, 8, 2
 REGISTERS = 168  # a thread's, before the warpgroups take the copying warp's
 #: Up to so many rows the portable form is faster.
 FEW_ROWS = 128
@@ -224,6 +224,6 @@ def _launch(x, weight, bias, y, leaves, chosen, processors):
         tree_product_kernel[min(tiles, processors), parts](
             _descriptor(portable.copyable(x), ROWS // 2), _descriptor(portable.copyable(weight), columns), y if bias is None else bias,
             _descriptor(y, ROWS // 2, columns) if copied else y, M, N, K // (parts * leaves) // STEP, tiles, bias is not None, copied, leaves,
-            columns, STEP, STAGES[columns], GROUP[tiles > 2 * processors], parts > 1, num_warps=4, maxnreg=REGISTERS, launch_pdl=True, **COMPILE,
+            columns, STEP, STAGES[columns], GROUP[(tiles > processors) + (tiles > 2 * processors)], parts > 1, num_warps=4, maxnreg=REGISTERS, launch_pdl=True, **COMPILE,
         )  # fmt: skip
     return y
