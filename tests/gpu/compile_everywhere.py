@@ -1,17 +1,15 @@
-"""Compiles every Triton launch of the op library for each architecture that the portable forms are for, without a GPU:
-
-    python -m tests.gpu.compile_everywhere [RESULT.json [PARTS]]
+"""Compiles every Triton launch of the op library for each architecture that the portable forms are for, without a GPU.
 
 The launchers run on CPU tensors under a driver that compiles and starts nothing, so that what is compiled is what they launch, at the shapes of
-models. PARTS processes share the launches of an architecture. A form that compiles is not proven: its bits are gated where it has run.
+models. A form that compiles is not proven: its bits are gated where it has run.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -74,10 +72,17 @@ def share(job):
     return architecture, compiled(architecture, list(launches.every(launches.MODEL, "cpu"))[part::parts])
 
 
-def main(result=RESULT, parts="1"):
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.compile_everywhere", description=__doc__)
+    parser.add_argument("result", metavar="RESULT.json", nargs="?", type=Path, default=RESULT, help="default: the committed one")
+    parser.add_argument("parts", metavar="PARTS", nargs="?", type=int, default=1, help="processes that share the launches of an architecture")
+    return parser.parse_args(arguments)
+
+
+def main(result: Path, parts: int):
     found: dict[str, dict] = {f"sm_{a}": {} for a in ARCHITECTURES}
     launched = [name for name, _ in launches.every(launches.MODEL, "cpu")]
-    jobs = [(a, part, int(parts)) for part in range(int(parts)) for a in ARCHITECTURES]
+    jobs = [(a, part, parts) for part in range(parts) for a in ARCHITECTURES]
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), len(os.sched_getaffinity(0)))) as pool:
         for architecture, cases in pool.imap_unordered(share, jobs):  # written as they come: a run that is ended leaves what it compiled
             found[f"sm_{architecture}"].update(cases)
@@ -85,10 +90,10 @@ def main(result=RESULT, parts="1"):
             failed = {a: sorted(name for name, kernels in cases.items() if isinstance(kernels, str)) for a, cases in found.items()}
             ordered = {a: dict(sorted(cases.items())) for a, cases in found.items()}
             record = dict(triton=triton.__version__, sources=digests(), failed=failed, missing=missing, compiled=ordered)
-            Path(result).write_text(json.dumps(record, indent=1) + "\n")
+            result.write_text(json.dumps(record, indent=1) + "\n")
     print(failed)
     return failed
 
 
 if __name__ == "__main__":
-    raise SystemExit(1 if any(main(*sys.argv[1:]).values()) else 0)
+    raise SystemExit(1 if any(main(**vars(parse())).values()) else 0)

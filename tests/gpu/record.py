@@ -1,10 +1,8 @@
-"""Runs this folder's tests on a GPU and writes what came of it: ``python -m tests.gpu.record COMMIT [RESULT.json]``.
-
-The committed result is gpu_results.json.
-"""
+"""Runs this folder's tests on a GPU and writes what came of it."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import subprocess
@@ -21,12 +19,20 @@ from isoexec.ops._core.provider import PROVIDERS
 from tests.gpu.sources import digests
 
 HERE = Path(__file__).parent
+RECORD = "gpu_results.json"
 PROCESSES = 10
 #: They say something about the record, or about a machine without a GPU.
 LEFT_OUT = ("test_recorded.py", "test_interpreted.py", "test_compile.py")
 
 
-def main(commit: str, result=HERE / "gpu_results.json") -> bool:
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.record", description=__doc__)
+    parser.add_argument("commit", metavar="COMMIT", help="commit that runs, as the record shall name it")
+    parser.add_argument("result", metavar="RESULT.json", nargs="?", type=Path, default=HERE / RECORD, help=f"default: {RECORD}")
+    return parser.parse_args(arguments)
+
+
+def main(commit: str, result: Path) -> bool:
     files = sorted(path for path in HERE.glob("test_*.py") if path.name not in LEFT_OUT)
     run = dict(commit=commit, date=datetime.date.today().isoformat(), sources=digests(), unfinished=[path.name for path in files], passed=[], other={})
     record = dict(
@@ -50,7 +56,7 @@ def main(commit: str, result=HERE / "gpu_results.json") -> bool:
             run["unfinished"].remove(name)
             for case in cases:
                 count(case, run)
-            Path(result).write_text(json.dumps(record, indent=1) + "\n")  # as they come: a run that is cut leaves what had ended
+            result.write_text(json.dumps(record, indent=1) + "\n")  # as they come: a run that is cut leaves what had ended
     return bool(run["passed"]) and not run["other"]
 
 
@@ -64,4 +70,4 @@ def count(case, run) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(0 if main(*sys.argv[1:]) else 1)
+    raise SystemExit(0 if main(**vars(parse())) else 1)

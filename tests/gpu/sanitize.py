@@ -1,10 +1,8 @@
-"""NVIDIA's compute-sanitizer over every launch of launches.py: ``python -m tests.gpu.sanitize [RESULT.json]``.
-
-`check` is of use for any command; Triton kernels are compiled by a first run without the tool.
-"""
+"""NVIDIA's compute-sanitizer over every launch of launches.py. Triton kernels are compiled by a first run without the tool."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -49,7 +47,15 @@ def workload():
         print("matmul, hopper,", leaves, "leaves,", columns, "columns", flush=True)
 
 
-def main(result=RESULT, tools=TOOLS):
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.sanitize", description=__doc__)
+    parser.add_argument("result", metavar="RESULT.json", nargs="?", type=Path, default=RESULT, help="default: the committed one")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS, help="which of the tools to run; default: all")
+    parser.add_argument("--workload", action="store_true", help="the launches themselves, without a tool: what the tools run")
+    return parser.parse_args(arguments)
+
+
+def main(result: Path, tools):
     from tests.gpu.sources import digests
 
     command = [sys.executable, "-m", "tests.gpu.sanitize", "--workload"]
@@ -58,9 +64,10 @@ def main(result=RESULT, tools=TOOLS):
     with ThreadPoolExecutor() as together:
         for one in together.map(lambda tool: check(command, tool), tools):
             found["tools"].append(one)
-            Path(result).write_text(json.dumps(found, indent=1) + "\n")
+            result.write_text(json.dumps(found, indent=1) + "\n")
             print(json.dumps(one)[:1500], flush=True)
 
 
 if __name__ == "__main__":
-    workload() if "--workload" in sys.argv else main(*sys.argv[1:])
+    options = parse()
+    workload() if options.workload else main(options.result, options.tools)

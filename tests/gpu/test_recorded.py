@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from isoexec.contract import CASES
+from isoexec.ops._core import provider
 from isoexec.ops._core.provider import PROVIDERS
 from isoexec.ops.attention import fa3
-from tests.gpu import sources
+from tests.gpu import compile_everywhere, record, sanitize, sources
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "gpu_results.json").read_text())
@@ -74,6 +75,20 @@ def test_a_change_of_code_shows_and_a_comment_does_not():
     source = (sources.OPS / "norm" / "triton.py").read_text()
     assert sources.of(source + "# a comment\n") == sources.of(source)
     assert sources.of(source.replace("_GRADIENT_PROGRAMS = 132", "_GRADIENT_PROGRAMS = 131")) != sources.of(source)
+
+
+def test_what_composes_ops_and_what_kernels_import_is_of_the_record():
+    """Modules that are no kernel's and still compute on a GPU; a declaration, or a check, computes nothing."""
+    found = sources.digests().keys()
+    assert {"logprob/of_hidden.py", "moe/parallel.py", "collective/reference.py", "_core/triton_math.py", "attention/hopper.py"} <= found
+    assert not any(name.startswith(("gdn/", "_trace/")) or name.endswith(("__init__.py", "checks.py")) for name in found)
+
+
+@pytest.mark.parametrize("command", [compile_everywhere, provider, record, sanitize], ids=lambda module: module.__name__)
+def test_help_is_help(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.parse(["--help"])
+    assert end.value.code == 0 and f"python -m {command.__name__}" in capsys.readouterr().out
 
 
 def test_the_pinned_providers_are_the_proven_ones():

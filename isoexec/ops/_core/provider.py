@@ -6,6 +6,7 @@ add in another order. Install: ``python -m isoexec.ops._core.provider WHEEL [FOL
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import os
@@ -94,10 +95,16 @@ def install(wheel: Path, into: Path) -> None:
             check(provider, into / provider.name)
 
 
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m isoexec.ops._core.provider", description="Installs the pinned provider binaries out of a wheel.")
+    parser.add_argument("wheel", metavar="WHEEL", type=Path, help="the official vLLM wheel that carries them")
+    parser.add_argument("into", metavar="FOLDER", type=Path, nargs="?", default=folder(), help="where to; default: %(default)s")
+    return parser.parse_args(arguments)
+
+
 def main() -> None:
-    if len(sys.argv) not in (2, 3):
-        raise SystemExit("usage: python -m isoexec.ops._core.provider WHEEL [FOLDER]")
-    install(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) == 3 else folder())
+    options = parse()
+    install(options.wheel, options.into)
 
 
 if __name__ == "__main__":
