@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from isoexec.ops._core import registry
 from tests.poison import unwritten_memory
 
 torch.set_num_threads(1)
@@ -17,6 +18,19 @@ def _seed():
 
 #: Areas whose buffers hold NaN until they are written, from the fixtures of a module on.
 _POISONED = ("ops", "gdn", "moe", "models", "megatron", "engine")
+
+
+#: Areas that give ops fp32 operands which hold bf16 values, to compare what comes out before it is rounded.
+_BEFORE_ROUNDING = ("ops", "gdn", "moe", "models")
+
+
+@pytest.fixture(autouse=True)
+def _values_before_rounding(request):
+    if request.path.relative_to(Path(__file__).parent).parts[0] not in _BEFORE_ROUNDING:
+        yield
+        return
+    with registry.before_rounding():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

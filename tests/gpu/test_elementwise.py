@@ -40,11 +40,6 @@ def test_rotation_has_the_bits_of_the_cpu_backend(random, K, rotary_dim, interle
     assert not bit_equal(y, rope.apply_rope(q, cos, sin, interleaved=not interleaved))
 
 
-def test_rope_refuses_a_table_of_other_tokens(random):
-    with pytest.raises(ContractError, match="cos, sin"):
-        rope.apply_rope(random(4, 2, 64), *random(2, 3, 32, dtype=torch.float32))
-
-
 def _near(y, want):
     return ((y.double() - want).abs() <= want.abs() * (2.0**-8 + 2.0**-18) + 1e-36).all()
 

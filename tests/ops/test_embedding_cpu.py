@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from isoexec.contract import ContractError
 from isoexec.ops import embedding
 from op_checks import bf16_values, gradients_close, same_bits
 
@@ -17,8 +18,9 @@ def test_rows_come_out_bit_for_bit():
 
 
 def test_an_id_outside_the_vocabulary_is_an_error():
-    with pytest.raises(IndexError):
-        embedding.embedding(torch.tensor([5]), torch.zeros(5, 2, dtype=torch.bfloat16))
+    for ids in ([0, 5], [-1, 4]):
+        with pytest.raises(ContractError, match="embedding.embedding: ids: expected 0 to 4, found"):
+            embedding.embedding(torch.tensor(ids), torch.zeros(5, 2, dtype=torch.bfloat16))
 
 
 def test_repeated_ids_sum_their_gradients():

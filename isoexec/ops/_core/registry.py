@@ -16,7 +16,7 @@ import functools
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +31,7 @@ _case: contextvars.ContextVar[str | None] = contextvars.ContextVar("isoexec_case
 _layer: contextvars.ContextVar[int | None] = contextvars.ContextVar("isoexec_layer", default=None)
 _inside: contextvars.ContextVar[str | None] = contextvars.ContextVar("isoexec_op", default=None)
 _beyond: contextvars.ContextVar[bool] = contextvars.ContextVar("isoexec_beyond_logprob", default=False)
+_before_rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("isoexec_before_rounding", default=False)
 _observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("isoexec_observer", default=None)
 _served: Counter[tuple[str, str | None, str]] = Counter()
 _declared: dict[str, OpDeclaration] = {}
@@ -80,10 +81,11 @@ class Observer(Protocol):
         """Called with the op's result."""
 
 
-def op(name: str, *, hazards: tuple[str, ...] = (), **implementations: str):
+def op(name: str, *, hazards: tuple[str, ...] = (), check: Callable | None = None, **implementations: str):
     """Declare a public op; ``implementations`` maps device types to ``"module:function"``.
 
-    ``module`` is relative to the declaring package when it starts with a dot: ``cpu=".reference:linear"``.
+    ``module`` is relative to the declaring package when it starts with a dot: ``cpu=".reference:linear"``. ``check`` is called with the op's
+    arguments before any implementation is, and raises ContractError for what none of them takes; it reads attributes alone.
     """
 
     def decorate(signature):
@@ -100,6 +102,9 @@ def op(name: str, *, hazards: tuple[str, ...] = (), **implementations: str):
         @functools.wraps(signature)
         def dispatch(*args, **kwargs):
             device = _device_of(name, args, kwargs)
+            implementation = resolved(device)
+            if check is not None:
+                check(*args, **kwargs)
             _served[name, _case.get(), declaration.implementations.get(device, device)] += 1
             observer = _observer.get()
             if observer is not None and _inside.get() is not None:
@@ -107,9 +112,9 @@ def op(name: str, *, hazards: tuple[str, ...] = (), **implementations: str):
             token = _inside.set(name)
             try:
                 if observer is None:
-                    return resolved(device)(*args, **kwargs)
+                    return implementation(*args, **kwargs)
                 seen = observer.before(declaration, args, kwargs)
-                result = resolved(device)(*args, **kwargs)
+                result = implementation(*args, **kwargs)
                 observer.after(seen, result)
                 return result
             finally:
@@ -172,6 +177,17 @@ def on_logprob_path():
 
 
 @contextlib.contextmanager
+def before_rounding():
+    """Inside, ops whose operands are bf16 take fp32 ones that hold bf16 values, and return what they would round at last: what a comparison
+    of bits wants of the CPU backend. Outside, an fp32 operand is refused."""
+    token = _before_rounding.set(True)
+    try:
+        yield
+    finally:
+        _before_rounding.reset(token)
+
+
+@contextlib.contextmanager
 def observing(observer: Observer):
     """Show the ops that this thread runs inside the block to ``observer``."""
     token = _observer.set(observer)
@@ -204,6 +220,11 @@ def current_layer() -> int | None:
 def is_beyond_logprob() -> bool:
     """Whether this thread computes what reaches no logprob."""
     return _beyond.get()
+
+
+def is_before_rounding() -> bool:
+    """Whether this thread wants values before the last rounding."""
+    return _before_rounding.get()
 
 
 def count(calls: Counter[tuple[str, str | None, str]]) -> None:

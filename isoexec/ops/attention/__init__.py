@@ -5,6 +5,7 @@ rounded to bf16 for the product with V while the row sum takes them unrounded; o
 """
 
 from isoexec.ops._core.registry import op
+from isoexec.ops.attention.checks import check_paged, check_varlen
 
 _HAZARDS = (
     "a page, a chunk boundary or a neighbour in the pack must not move a block boundary",
@@ -12,7 +13,7 @@ _HAZARDS = (
 )
 
 
-@op("attention.varlen", cpu=".reference:varlen", cuda=".gpu:varlen", hazards=_HAZARDS)
+@op("attention.varlen", cpu=".reference:varlen", cuda=".gpu:varlen", hazards=_HAZARDS, check=check_varlen)
 def varlen(q, k, v, cu_seqlens, *, scale, kv_block, longest=None):
     """Causal attention over packed sequences.
 
@@ -29,7 +30,7 @@ def varlen(q, k, v, cu_seqlens, *, scale, kv_block, longest=None):
     """
 
 
-@op("attention.paged", cpu=".reference:paged", cuda=".gpu:paged", hazards=_HAZARDS)
+@op("attention.paged", cpu=".reference:paged", cuda=".gpu:paged", hazards=_HAZARDS, check=check_paged)
 def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block, longest=None):
     """Causal attention of new tokens against a paged cache that already holds them (see :func:`write_cache`).
 

@@ -86,8 +86,6 @@ def _forward(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, 
     """(out [T, H, K], log-sum-exp [T, H] fp32); arguments as of :func:`isoexec.ops.attention.paged`."""
     T, H, K = q.shape
     page_size, G = key_cache.shape[1:3]
-    if H % G:
-        raise ContractError(f"attention: {G} key heads do not divide {H} query heads")
     q_TGRK = q.unflatten(1, (G, H // G))
     out, lse = torch.zeros_like(q_TGRK), q.new_zeros(T, G, H // G, dtype=torch.float32)
     plan = _tiles(query_start_loc, seq_lens, H // G, kv_block)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from isoexec.contract import ContractError
+
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
@@ -21,4 +23,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(ids, weight):
+    low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+    if ids.numel() and (low < 0 or high >= len(weight)):
+        raise ContractError(f"op embedding.embedding: ids: expected 0 to {len(weight) - 1}, found {low} to {high}; check the tokenizer")
     return _Embedding.apply(ids, weight)

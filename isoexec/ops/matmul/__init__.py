@@ -1,11 +1,14 @@
 """Matrix products: column-parallel (one leaf), row-parallel (G leaves and a tree), vocabulary head (fp32 logits)."""
 
+from functools import partial
+
 from isoexec.ops._core.registry import op
+from isoexec.ops.matmul.checks import check_operands, check_row_parallel
 
 _SHAPES = ("a row's bits must not depend on how many rows, or which, are computed beside it",)
 
 
-@op("matmul.linear", cpu=".reference:linear", cuda=".gpu:linear", hazards=_SHAPES)
+@op("matmul.linear", cpu=".reference:linear", cuda=".gpu:linear", hazards=_SHAPES, check=partial(check_operands, "matmul.linear"))
 def linear(x, weight, bias=None):
     """Column-parallel or replicated linear layer: one leaf, fp32 accumulation in ascending K, one rounding.
 
@@ -22,7 +25,11 @@ def linear(x, weight, bias=None):
     """
 
 
-@op("matmul.row_parallel_linear", cpu=".reference:row_parallel_linear", cuda=".gpu:row_parallel_linear", hazards=_SHAPES)
+@op(
+    "matmul.row_parallel_linear",
+    cpu=".reference:row_parallel_linear", cuda=".gpu:row_parallel_linear",
+    hazards=_SHAPES, check=check_row_parallel,
+)  # fmt: skip
 def row_parallel_linear(x, weight, *, leaves, tp=None, bias=None):
     """Row-parallel linear layer: K cut in ``leaves`` equal parts, fp32 partials added by the balanced tree, one rounding.
 
@@ -41,7 +48,11 @@ def row_parallel_linear(x, weight, *, leaves, tp=None, bias=None):
     """
 
 
-@op("matmul.lm_head", cpu=".reference:lm_head", cuda=".gpu:lm_head", hazards=(*_SHAPES, "logits rounded to bf16 lose what the softmax needs"))
+@op(
+    "matmul.lm_head",
+    cpu=".reference:lm_head", cuda=".gpu:lm_head",
+    hazards=(*_SHAPES, "logits rounded to bf16 lose what the softmax needs"), check=partial(check_operands, "matmul.lm_head"),
+)  # fmt: skip
 def lm_head(x, weight):
     """Vocabulary head: bf16 operands, fp32 accumulation, fp32 logits that are never rounded to bf16.
 

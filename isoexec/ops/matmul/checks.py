@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from isoexec.contract import ContractError
+from isoexec.ops._core.expect import BF16, tensor
 
 
-def check_k(op: str, x, weight) -> None:
-    """Raises ContractError where the operands [..., K] and [N, K] hold other numbers of K."""
-    if x.shape[-1] != weight.shape[-1]:
-        raise ContractError(f"{op}: x has K = {x.shape[-1]}, weight has K = {weight.shape[-1]}; pass matching shards of K")
+def check_operands(op: str, x, weight, bias=None) -> None:
+    """Raises ContractError unless x is [..., K], weight [N, K] and bias [N] or None, bf16, of the same K > 0."""
+    tensor(op, "x", x, BF16, ..., "K")
+    tensor(op, "weight", weight, BF16, "N", "K")
+    if x.shape[-1] != weight.shape[1]:
+        raise ContractError(f"op {op}: x has K = {x.shape[-1]}, weight has K = {weight.shape[1]}; pass matching shards of K")
     if not x.shape[-1]:
-        raise ContractError(f"{op}: K = 0; expected at least one channel")
+        raise ContractError(f"op {op}: K = 0; expected at least one channel")
+    if bias is not None:
+        tensor(op, "bias", bias, BF16, weight.shape[0])
+
+
+def check_row_parallel(x, weight, *, leaves, tp=None, bias=None) -> None:
+    check_operands("matmul.row_parallel_linear", x, weight, bias)
 
 
 def check_leaves(K: int, leaves: int, ranks: int) -> None:

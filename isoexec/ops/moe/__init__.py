@@ -8,11 +8,13 @@ sends one fp32 partial per token, and every degree that divides ``combine_groups
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
 from isoexec.contract.build import combine_groups_for as combine_groups_for
 from isoexec.ops._core.registry import op
+from isoexec.ops.matmul.checks import check_operands
 
 SCORING = ("softmax", "sigmoid")
 
@@ -31,7 +33,11 @@ class ExpertParallel:
     replicated: bool = False
 
 
-@op("moe.router_logits", cpu=".reference:router_logits", cuda=".gpu:router_logits", hazards=("logits rounded to bf16 make ties that fp32 logits do not have",))
+@op(
+    "moe.router_logits",
+    cpu=".reference:router_logits", cuda=".gpu:router_logits",
+    hazards=("logits rounded to bf16 make ties that fp32 logits do not have",), check=partial(check_operands, "moe.router_logits"),
+)  # fmt: skip
 def router_logits(x, weight):
     """Router product: bf16 operands, fp32 accumulation in ascending K, fp32 logits.
 

@@ -1,9 +1,12 @@
 """RMS norms and the residual add. The mean of squares is a fixed row sum in fp32."""
 
+from functools import partial
+
 from isoexec.ops._core.registry import op
+from isoexec.ops.norm.checks import check_add_norm, check_gated, check_norm, check_pair
 
 
-@op("norm.residual_add", cpu=".reference:residual_add", cuda=".triton:residual_add")
+@op("norm.residual_add", cpu=".reference:residual_add", cuda=".triton:residual_add", check=partial(check_pair, "norm.residual_add"))
 def residual_add(x, residual):
     """bf16(x + residual), the sum taken in fp32.
 
@@ -15,7 +18,11 @@ def residual_add(x, residual):
     """
 
 
-@op("norm.rms_norm", cpu=".reference:rms_norm", cuda=".triton:rms_norm", hazards=("the rounding before the weight is part of the architecture",))
+@op(
+    "norm.rms_norm",
+    cpu=".reference:rms_norm", cuda=".triton:rms_norm",
+    hazards=("the rounding before the weight is part of the architecture",), check=partial(check_norm, "norm.rms_norm"),
+)  # fmt: skip
 def rms_norm(x, weight, eps):
     """Qwen3's RMSNorm: bf16(bf16(x * rsqrt(mean(x^2) + eps)) * weight).
 
@@ -29,7 +36,7 @@ def rms_norm(x, weight, eps):
     """
 
 
-@op("norm.add_rms_norm", cpu=".reference:add_rms_norm", cuda=".triton:add_rms_norm")
+@op("norm.add_rms_norm", cpu=".reference:add_rms_norm", cuda=".triton:add_rms_norm", check=partial(check_add_norm, "norm.add_rms_norm"))
 def add_rms_norm(x, residual, weight, eps):
     """:func:`residual_add`, then :func:`rms_norm` of the rounded sum; one kernel on a GPU, the same bits.
 
@@ -38,17 +45,25 @@ def add_rms_norm(x, residual, weight, eps):
     """
 
 
-@op("norm.zero_centered_rms_norm", cpu=".reference:zero_centered_rms_norm", cuda=".triton:zero_centered_rms_norm", hazards=("w stored as w - 1 does not survive bf16",))
+@op(
+    "norm.zero_centered_rms_norm",
+    cpu=".reference:zero_centered_rms_norm", cuda=".triton:zero_centered_rms_norm",
+    hazards=("w stored as w - 1 does not survive bf16",), check=partial(check_norm, "norm.zero_centered_rms_norm"),
+)  # fmt: skip
 def zero_centered_rms_norm(x, weight, eps):
     """Qwen3.5's RMSNorm: bf16(x * rsqrt(mean(x^2) + eps) * (1 + weight)), all in fp32, one rounding. Shapes as :func:`rms_norm`."""
 
 
-@op("norm.add_zero_centered_rms_norm", cpu=".reference:add_zero_centered_rms_norm", cuda=".triton:add_zero_centered_rms_norm")
+@op(
+    "norm.add_zero_centered_rms_norm",
+    cpu=".reference:add_zero_centered_rms_norm", cuda=".triton:add_zero_centered_rms_norm",
+    check=partial(check_add_norm, "norm.add_zero_centered_rms_norm"),
+)  # fmt: skip
 def add_zero_centered_rms_norm(x, residual, weight, eps):
     """:func:`residual_add`, then :func:`zero_centered_rms_norm`; returns (normed, residual)."""
 
 
-@op("norm.gated_rms_norm", cpu=".reference:gated_rms_norm", cuda=".triton:gated_rms_norm")
+@op("norm.gated_rms_norm", cpu=".reference:gated_rms_norm", cuda=".triton:gated_rms_norm", check=check_gated)
 def gated_rms_norm(x, gate, weight, eps):
     """Output norm of Gated DeltaNet: bf16(x * rsqrt(mean(x^2) + eps) * weight * silu(gate)), all in fp32, one rounding.
 

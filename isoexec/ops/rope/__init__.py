@@ -1,9 +1,14 @@
 """Rotary position embedding. Angles, cos and sin in fp32 from integer positions; the table is never cast to bf16."""
 
 from isoexec.ops._core.registry import op
+from isoexec.ops.rope.checks import check_rotation, check_table
 
 
-@op("rope.rope_table", cpu=".reference:rope_table", cuda=".triton:rope_table", hazards=("cos and sin of a vector tail differ from those of a full vector",))
+@op(
+    "rope.rope_table",
+    cpu=".reference:rope_table", cuda=".triton:rope_table",
+    hazards=("cos and sin of a vector tail differ from those of a full vector",), check=check_table,
+)  # fmt: skip
 def rope_table(positions, rotary_dim, theta):
     """cos and sin of position * theta^(-2i / rotary_dim).
 
@@ -19,7 +24,7 @@ def rope_table(positions, rotary_dim, theta):
     """
 
 
-@op("rope.apply_rope", cpu=".reference:apply_rope", cuda=".triton:apply_rope")
+@op("rope.apply_rope", cpu=".reference:apply_rope", cuda=".triton:apply_rope", check=check_rotation)
 def apply_rope(x, cos, sin, *, interleaved=False):
     """Rotate the first ``rotary_dim = 2 * cos.shape[-1]`` channels of each head, every channel in its place.
 

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from isoexec.contract import ContractError
 from isoexec.ops._core import math as reference
 from isoexec.ops._core.rows import power_of_two, row_offset, rows_of
 from isoexec.ops._core.triton_math import COMPILE
@@ -123,9 +122,4 @@ class _ApplyRope(torch.autograd.Function):
 
 
 def apply_rope(x, cos, sin, *, interleaved=False):
-    want = (*x.shape[:-2], cos.shape[-1])
-    if x.dim() != 3 or x.dtype != torch.bfloat16 or cos.shape != want or sin.shape != want or 2 * cos.shape[-1] > x.shape[-1]:
-        raise ContractError(
-            f"rope.apply_rope: expected x [T, H, K] bf16 and cos, sin [T, rotary_dim / 2], found {tuple(x.shape)} {x.dtype}, {tuple(cos.shape)}"
-        )
     return _ApplyRope.apply(x, cos.contiguous(), sin.contiguous(), interleaved)
