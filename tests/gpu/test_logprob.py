@@ -39,6 +39,19 @@ def test_token_is_the_entry_of_the_row(random, device, V, vocab, monkeypatch):
     assert not bit_equal(_call(logprob, nudge(logits, 17 + 2 * V, 64), tokens, vocab), y)
 
 
+def test_what_is_kept_is_each_row_s_maximum_and_sum(random, device):
+    logits, kept = random(3, 300, dtype=torch.float32, scale=9.0), []
+    logits[:, 290:] = torch.nan  # padding
+    tokens = torch.tensor([0, 289, 17], device=device)
+    y = logprob.token_logprob(logits, tokens, vocab_size=290, vocab_block=64, keep=lambda *found: kept.extend(found))
+    maximum, total = kept
+    assert_bit_equal(maximum, logits[:, :290].amax(1), "maxima")
+    exact = torch.exp(logits[:, :290].double() - maximum[:, None].double()).sum(1)
+    assert ((total.double() - exact).abs() <= 2.0**-20 * exact).all()
+    assert_bit_equal(_call(logprob, logits, tokens, 290), y, "with and without")
+    assert not bit_equal(nudge(maximum, 1), logits[:, :290].amax(1))
+
+
 def test_block_sums_are_the_schedule_s(random):
     """Same trees as the CPU backend: with exp taken once, the sums agree bit for bit."""
     x = random(3, 200, dtype=torch.float32)

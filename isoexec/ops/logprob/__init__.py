@@ -6,11 +6,16 @@ logprob = (x - max) - log(sum).
 """
 
 from isoexec.ops._core.registry import op
+from isoexec.ops.logprob.checks import check_rows, check_scale, check_tokens
 
 _HAZARDS = ("padded vocabulary rows must not enter the sum", "temperature is one fp32 op on both sides")
 
 
-@op("logprob.scale_by_temperature", cpu=".reference:scale_by_temperature", cuda=".triton:scale_by_temperature", hazards=_HAZARDS)
+@op(
+    "logprob.scale_by_temperature",
+    cpu=".reference:scale_by_temperature", cuda=".triton:scale_by_temperature",
+    hazards=_HAZARDS, check=check_scale,
+)  # fmt: skip
 def scale_by_temperature(logits, temperature):
     """logits / T, true division in fp32.
 
@@ -23,7 +28,7 @@ def scale_by_temperature(logits, temperature):
     """
 
 
-@op("logprob.log_softmax", cpu=".reference:log_softmax", cuda=".triton:log_softmax", hazards=_HAZARDS)
+@op("logprob.log_softmax", cpu=".reference:log_softmax", cuda=".triton:log_softmax", hazards=_HAZARDS, check=check_rows)
 def log_softmax(logits, *, vocab_size, vocab_block):
     """Log-probabilities of every vocabulary entry.
 
@@ -37,8 +42,8 @@ def log_softmax(logits, *, vocab_size, vocab_block):
     """
 
 
-@op("logprob.token_logprob", cpu=".reference:token_logprob", cuda=".triton:token_logprob", hazards=_HAZARDS)
-def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):
+@op("logprob.token_logprob", cpu=".reference:token_logprob", cuda=".triton:token_logprob", hazards=_HAZARDS, check=check_tokens)
+def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None, keep=None):
     """Logprob of one token per row; bit for bit the entry that :func:`log_softmax` gives, without holding the rows.
 
     Args:
@@ -47,6 +52,8 @@ def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):
         vocab_size: entries that exist (global).
         vocab_block: entries per partial sum; V / n must be a multiple of it when n > 1.
         tp: :class:`isoexec.ops.collective.TensorParallel` or None.
+        keep: function that is given each row's maximum and sum of exp(logits - maximum), [T] fp32 each, over all ranks' shards: what a
+            gradient that is computed elsewhere needs.
 
     Returns:
         [T] fp32. Differentiable in ``logits``.

@@ -44,11 +44,11 @@ def of_hidden(x, weight, tokens, temperature, *, vocab_size, vocab_block, tp=Non
     return _Tiles.apply(*arguments, see, torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
 
 
-def _rows(x, weight, tokens, temperature, sizes, see=None):
+def _rows(x, weight, tokens, temperature, sizes, see=None, keep=None):
     logits = scale_by_temperature(lm_head(x, weight), temperature)
     if see is not None:
         see(logits)
-    return token_logprob(logits, tokens, **sizes)
+    return token_logprob(logits, tokens, keep=keep, **sizes)
 
 
 def _tiles(count: int, other: int) -> list[slice]:
@@ -80,16 +80,9 @@ class _Tiles(torch.autograd.Function):
     def forward(ctx, x, weight, tokens, temperature, sizes, see, wanted):
         """``wanted``: a gradient, for which each row's maximum and sum are kept."""
         statistics = []
-
-        def keep(logits):
-            if see is not None:
-                see(logits)
-            if wanted:
-                with registry.beyond_logprob():
-                    statistics.append(_backend(x.device).logprob.statistics(logits, **sizes))
-
+        keep = (lambda *found: statistics.append(found)) if wanted else None
         tiles = _tiles(x.shape[0], weight.shape[0])
-        logprobs = [_rows(x[rows], weight, tokens[rows], _of(temperature, rows), sizes, keep) for rows in tiles]
+        logprobs = [_rows(x[rows], weight, tokens[rows], _of(temperature, rows), sizes, see, keep) for rows in tiles]
         with registry.beyond_logprob():
             ctx.save_for_backward(x, weight, tokens, temperature, *(torch.cat(part) for part in zip(*statistics)))
         ctx.sizes = sizes

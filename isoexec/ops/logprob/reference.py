@@ -18,16 +18,9 @@ def _row_blocks(logits: torch.Tensor):
 
 
 def scale_by_temperature(logits, temperature):
-    expect_fp32("scale_by_temperature", logits)
-    expect_fp32("scale_by_temperature", temperature)
     if not bool((temperature > 0).all()):
         raise ContractError(f"logprob.scale_by_temperature: expected temperatures above 0, found {temperature.min().item()}")
     return logits / (temperature.unsqueeze(-1) if temperature.dim() else temperature)
-
-
-def expect_fp32(op: str, x: torch.Tensor) -> None:
-    if x.dtype != torch.float32:
-        raise ContractError(f"logprob.{op}: expected torch.float32, found {x.dtype}; logits and temperature are never rounded")
 
 
 def _block_sums(logits, maximum, vocab_block):
@@ -46,9 +39,6 @@ def _normaliser(sums):
 
 
 def log_softmax(logits, *, vocab_size, vocab_block):
-    expect_fp32("log_softmax", logits)
-    if not 1 <= vocab_size <= logits.shape[1]:
-        raise ContractError(f"logprob.log_softmax: vocab_size: expected 1 to the {logits.shape[1]} columns, found {vocab_size}")
     real = logits[:, :vocab_size]
     maximum = real.amax(-1)
     log_sum = math.log(_normaliser(_block_sums(real, maximum, vocab_block)))
@@ -97,7 +87,7 @@ def token_gradient(grad, logits, tokens, maximum, total, *, first, real):
 
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, tokens, vocab_size, vocab_block, tp):
+    def forward(ctx, logits, tokens, vocab_size, vocab_block, tp, keep):
         width = logits.shape[1]
         ctx.first, ctx.real = shard_columns(width, vocab_size, tp)
         local = tokens - ctx.first
@@ -107,23 +97,16 @@ class _TokenLogprob(torch.autograd.Function):
         if tp is not None:
             target = all_gather(target, tp.group).gather(0, (tokens // width).unsqueeze(0)).squeeze(0)
         ctx.save_for_backward(logits, tokens, maximum, total)
+        if keep is not None:
+            keep(maximum, total)
         return (target - maximum) - math.log(total)
 
     @staticmethod
     def backward(ctx, grad):
-        return token_gradient(grad, *ctx.saved_tensors, first=ctx.first, real=ctx.real), None, None, None, None
+        return token_gradient(grad, *ctx.saved_tensors, first=ctx.first, real=ctx.real), None, None, None, None, None
 
 
-def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):
-    expect_fp32("token_logprob", logits)
-    ranks = group_size(tp)
-    if ranks > 1 and logits.shape[1] % vocab_block:
-        raise ContractError(
-            f"logprob.token_logprob: a vocabulary shard of {logits.shape[1]} is not whole blocks of {vocab_block}; "
-            "pad the vocabulary (Megatron: make-vocab-size-divisible-by) to a multiple of block * tensor-parallel degree"
-        )
-    if not 1 <= vocab_size <= logits.shape[1] * ranks:
-        raise ContractError(f"logprob.token_logprob: vocab_size: expected 1 to the {logits.shape[1] * ranks} columns, found {vocab_size}")
+def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None, keep=None):
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         raise ContractError(f"logprob.token_logprob: token ids lie outside [0, {vocab_size}); mask ignored positions before the call")
-    return _TokenLogprob.apply(logits, tokens.to(torch.int64), vocab_size, vocab_block, tp if ranks > 1 else None)
+    return _TokenLogprob.apply(logits, tokens.to(torch.int64), vocab_size, vocab_block, tp if group_size(tp) > 1 else None, keep)

@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from isoexec.contract import ContractError
 from isoexec.ops._core.rows import power_of_two
 from isoexec.ops._core.triton_math import COMPILE, INTERPRET, row_sum
 from isoexec.ops.collective.reference import all_gather, group_size
-from isoexec.ops.logprob.reference import expect_fp32, shard_columns
+from isoexec.ops.logprob.reference import shard_columns
 
 _TILE = 4096  # vocabulary entries per program
 _SUMS_BYTES = 64 << 20  # of block sums held at once: more tokens take their turns, which moves no bit
@@ -133,10 +132,6 @@ def _scale(logits, temperature):
 
 
 def scale_by_temperature(logits, temperature):
-    expect_fp32("scale_by_temperature", logits)
-    expect_fp32("scale_by_temperature", temperature)
-    if temperature.shape not in ((), (1,), logits.shape[:1]):
-        raise ContractError(f"logprob.scale_by_temperature: temperature {tuple(temperature.shape)} for logits {tuple(logits.shape)}; expected a scalar or [T]")
     if temperature.shape == (1,) != logits.shape[:1]:
         temperature = temperature[0]
     return _ScaleByTemperature.apply(logits, temperature)
@@ -183,7 +178,6 @@ def _turns(tokens: int, vocabulary: int, vocab_block: int):
 
 
 def log_softmax(logits, *, vocab_size, vocab_block):
-    expect_fp32("log_softmax", logits)
     logits = _row_major(logits)
     T, V = logits.shape
     out = torch.empty(T, V, dtype=torch.float32, device=logits.device)
@@ -219,12 +213,6 @@ def _of_tokens(logits, tokens, first, real, vocab_size, vocab_block, tp):
     return _totals(*_parts(logits, real, vocab_block, tp), target, tokens, vocab_size)
 
 
-def statistics(logits, *, vocab_size, vocab_block, tp=None):
-    """(maximum [T], sum of exp(logits - maximum) [T]) over all ranks' shards; of rows whose block sums may be held at once."""
-    total, maximum, _ = _totals(*_parts(logits, shard_columns(logits.shape[1], vocab_size, tp)[1], vocab_block, tp))
-    return maximum, total
-
-
 def token_gradient(grad, logits, tokens, maximum, total, *, first, real):
     """As :func:`isoexec.ops.logprob.reference.token_gradient`."""
     T, V = logits.shape
@@ -237,7 +225,7 @@ def token_gradient(grad, logits, tokens, maximum, total, *, first, real):
 
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, tokens, vocab_size, vocab_block, tp):
+    def forward(ctx, logits, tokens, vocab_size, vocab_block, tp, keep):
         logits = _row_major(logits)
         T, width = logits.shape
         first, real = ctx.first, ctx.real = shard_columns(width, vocab_size, tp)
@@ -245,21 +233,17 @@ class _TokenLogprob(torch.autograd.Function):
         parts = [_of_tokens(logits[turn], tokens[turn], first, real, vocab_size, vocab_block, tp) for turn in turns]
         totals, maximum, out = (torch.cat(part) for part in zip(*parts)) if len(parts) > 1 else parts[0]
         ctx.save_for_backward(logits, tokens, maximum, totals)
+        if keep is not None:
+            keep(maximum, totals)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return token_gradient(grad, *ctx.saved_tensors, first=ctx.first, real=ctx.real), None, None, None, None
+        return token_gradient(grad, *ctx.saved_tensors, first=ctx.first, real=ctx.real), None, None, None, None, None
 
 
-def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None):
-    expect_fp32("token_logprob", logits)
-    ranks = group_size(tp)
-    if ranks > 1 and logits.shape[1] % vocab_block:
-        raise ContractError(
-            f"logprob.token_logprob: a vocabulary shard of {logits.shape[1]} is not whole blocks of {vocab_block}; "
-            "pad the vocabulary (Megatron: make-vocab-size-divisible-by) to a multiple of block * tensor-parallel degree"
-        )
+def token_logprob(logits, tokens, *, vocab_size, vocab_block, tp=None, keep=None):
     if not logits.shape[0]:
         return logits.sum(1)
-    return _TokenLogprob.apply(logits, tokens.to(torch.int64).contiguous(), vocab_size, vocab_block, tp if ranks > 1 else None)
+    tp = tp if group_size(tp) > 1 else None
+    return _TokenLogprob.apply(logits, tokens.to(torch.int64).contiguous(), vocab_size, vocab_block, tp, keep)
