@@ -41,10 +41,10 @@ def workload():
     from isoexec.ops.matmul import hopper
 
     x, w = torch.randn(300, 1024, device="cuda").bfloat16(), torch.randn(6000, 1024, device="cuda").bfloat16()
-    for leaves, columns in ((2, 6000), (4, 6000), (8, 6000), (8, 200)):  # a narrow weight has fewer tiles than there are processors
-        hopper.product(x, w[:columns], torch.bfloat16, None, leaves)
+    for leaves, columns, tile in ((2, 6000, hopper.TILES[0]), (4, 6000, hopper.TILES[0]), *((8, 6000, tile) for tile in hopper.TILES), (8, 200, None)):
+        hopper.product(x, w[:columns], torch.bfloat16, None, leaves, tile)  # a narrow weight has fewer tiles than there are processors
         torch.cuda.synchronize()
-        print("matmul, hopper,", leaves, "leaves,", columns, "columns", flush=True)
+        print("matmul, hopper,", leaves, "leaves,", columns, "columns,", f"{tile.rows} x {tile.columns}" if tile else "shared out", flush=True)
 
 
 def parse(arguments=None):

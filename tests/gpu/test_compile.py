@@ -136,16 +136,16 @@ def compiled(kernel, constants, kinds, blocks, **options):
     return ptx_and_resources(GluonASTSource(kernel, signature, constants, attributes), num_warps=4, **options)
 
 
-@pytest.mark.parametrize("leaves,copied,columns", [(8, "bf16", 128), (8, "fp32", 128), (2, "bf16", 128), (8, "bf16", 64), (4, None, 128), (1, None, 64)])
-def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers(leaves, copied, columns):
+@pytest.mark.parametrize("leaves,copied,tile", [(8, "bf16", 0), (8, "fp32", 0), (2, "bf16", 0), (8, "bf16", 1), (8, "fp32", 1), (8, "bf16", 2), (8, "bf16", 3), (4, None, 3), (1, None, 3)])
+def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers(leaves, copied, tile):
     from isoexec.ops.matmul import hopper
 
-    early = copied is None
-    constants = dict(BIAS=False, COPIED=not early, LEAVES=leaves, BN=columns, BK=hopper.STEP, STAGES=hopper.STAGES[columns], GROUP=hopper.GROUP[0],
-                     EARLY=early)  # fmt: skip
-    blocks = {"x": ("bf16", hopper.ROWS // 2, hopper.STEP), "w": ("bf16", columns, hopper.STEP)}
-    blocks |= {} if early else {"y": (copied, hopper.ROWS // 2, columns)}
-    text, usage = compiled(hopper.tree_product_kernel, constants, {"y": "*fp32", "bias": "*fp32"}, blocks, maxnreg=hopper.REGISTERS, launch_pdl=True)
+    early, (rows, columns, stages) = copied is None, hopper.TILES[tile]
+    constants = dict(BIAS=False, COPIED=not early, LEAVES=leaves, ROWS=rows, FIRST=columns[0], SECOND=columns[1], BK=hopper.STEP, STAGES=stages,
+                     GROUP=hopper.GROUP[0], EARLY=early)  # fmt: skip
+    blocks = {"x": ("bf16", 64, hopper.STEP), "w": ("bf16", columns[0], hopper.STEP), "w_beside": ("bf16", columns[1], hopper.STEP)}
+    blocks |= {} if early else {"y": (copied, 64, columns[0]), "y_beside": (copied, 64, columns[1])}
+    text, usage = compiled(hopper.tree_product_kernel, constants, {"y": "*fp32", "y_beside": "*fp32", "bias": "*fp32"}, blocks, maxnreg=hopper.REGISTERS, launch_pdl=True)
     assert "wgmma" in text and "cp.async.bulk.tensor" in text and "setmaxnreg" in text
     assert ("griddepcontrol.launch_dependents" in text) == early and "griddepcontrol.wait" in text
     assert ("cp.async.bulk.tensor.2d.global" in text) == bool(copied)

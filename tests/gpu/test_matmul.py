@@ -99,11 +99,14 @@ def test_a_half_of_the_tree_may_wait_in_memory(exact, leaves):
 
 @pytest.mark.parametrize("leaves", [2, 4, 8])
 def test_two_warpgroups_have_the_bits_of_one_program(random, hardware, leaves):
-    """The form of hopper.py, whole and in 2, 4 and 8 subtrees, ragged edges included, before rounding and rounded (at a width of 1,156 the
-    copy engine stores fp32 only)."""
+    """The form of hopper.py, all tiles, whole and in 2, 4 and 8 subtrees, ragged edges included (columns of one warpgroup, of the other and of
+    none), before rounding and rounded (at widths of 1,156 and 2,070 the copy engine stores fp32 only, or nothing)."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("a form for sm_90")
     shapes = (1000, 2048, 4096), (300, 136, 1024), (400, 1024, 2048), (129, 2048, 6144), (512, 2048, 4096), (2000, 1156, 1024), (8192, 2048, 4096)
+    shapes += (300, 2072, 1024), (720, 2072, 1024), (720, 2070, 2048), (250, 2070, 1024), (150, 1280, 1024), (1300, 136, 1024)
+    taken = {hopper.form(M, N, leaves, hopper._processors(hardware))[::2] for M, N, _ in shapes}
+    assert {tile for tile, _ in taken} == set(hopper.TILES) and {parts for _, parts in taken} == {1, 2, 4, 8} - {p for p in (4, 8) if p > leaves}
     for M, N, K in shapes:
         x, w = random(M, K), random(N, K, scale=K**-0.5)
         want = portable.product(x, w, torch.float32, leaves=leaves, tiles=portable.SMALL)
