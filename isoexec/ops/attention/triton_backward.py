@@ -165,9 +165,6 @@ def _queries_step(keys, values, q, g, l_M, d_M, p, ds, first_tile, dq, start, ne
     """Adds one block of keys to the gradients of a block of queries; ``END``: one with rows of another sequence."""
     k_NK = keys.load([start + first, column])
     v_NK = values.load([start + first, column])
-    if END:
-        real = first + tl.arange(0, BN) < new
-        k_NK, v_NK = _own(k_NK, real), _own(v_NK, real)
     p_MN = tl.exp2(dot(q, tl.trans(k_NK)) * (scale * _LOG2E) - l_M[:, None])
     if MASK:
         p_MN = tl.where((first + tl.arange(0, BN))[None, :] <= i[:, None], p_MN, 0.0)
@@ -179,6 +176,8 @@ def _queries_step(keys, values, q, g, l_M, d_M, p, ds, first_tile, dq, start, ne
         row = _tile(first_tile, m, first) * _TILE
         p.store([row, _inside(first)], p_MN.to(tl.bfloat16))
         ds.store([row, _inside(first)], rounded)
+    if END:
+        k_NK = _own(k_NK, first + tl.arange(0, BN) < new)
     return dot_add(rounded, k_NK, dq)
 
 
@@ -199,8 +198,8 @@ def queries_kernel(q, keys, values, grad, lse, delta, p, ds, grad_q, cu_seqlens,
         at = head * T + start + i
         l_M = tl.load(lse + at, mask=i < new, other=float("inf")) * _LOG2E  # P of a row that does not exist is zero
         d_M = tl.load(delta + at, mask=i < new, other=0.0)
-        q_MK = _own(q.load([start + m, head * K]), i < new)
-        g_MK = _own(grad.load([start + m, head * K]), i < new)
+        q_MK = q.load([start + m, head * K])
+        g_MK = grad.load([start + m, head * K])
         dq = tl.zeros([BM, K], dtype=tl.float32)
         column = head // REPEAT * K
         first_tile = 0
@@ -254,7 +253,7 @@ def saved_kernel(saved, rows, out, cu_seqlens, factor, tiles, first_head, heads,
             for r in range(REPEAT if KEYS else 1):
                 tile = _tile(first_tile + r * tiles, last, own) if KEYS else _tile(first_tile, own, last)
                 column = (head * REPEAT + r if KEYS else head // REPEAT) * K
-                saved_rows = tl.trans(saved.load([tile * _TILE + _inside(last), 0]))
+                saved_rows = tl.trans(_own(saved.load([tile * _TILE + _inside(last), 0]), real))
                 total = dot_add(saved_rows, _own(rows.load([start + last, column]), real), total)
         i = own + tl.arange(0, _TILE)
         place = ((start + i).to(tl.int64) * OUT + head)[:, None] * K + tl.arange(0, K)[None, :]
