@@ -136,12 +136,13 @@ def compiled(kernel, constants, kinds, blocks, **options):
     return ptx_and_resources(GluonASTSource(kernel, signature, constants, attributes), num_warps=4, **options)
 
 
-@pytest.mark.parametrize("leaves,copied,tile", [(8, "bf16", 0), (8, "fp32", 0), (2, "bf16", 0), (8, "bf16", 1), (8, "fp32", 1), (8, "bf16", 2), (8, "bf16", 3), (4, None, 3), (1, None, 3)])
+@pytest.mark.parametrize("leaves,copied,tile", [(8, "bf16", 0), (8, "fp32", 0), (2, "bf16", 0), (8, "bf16", 1), (8, "fp32", 1), (8, "bf16", 2), (8, "bf16", 3), (4, None, 3), (1, None, 3),
+                                                (8, "bf16", 4), (8, "fp32", 4), (2, "bf16", 4)])
 def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers(leaves, copied, tile):
     from isoexec.ops.matmul import hopper
 
-    early, (rows, columns, stages) = copied is None, hopper.TILES[tile]
-    constants = dict(BIAS=False, COPIED=not early, LEAVES=leaves, ROWS=rows, FIRST=columns[0], SECOND=columns[1], BK=hopper.STEP, STAGES=stages,
+    early, (rows, columns, stages, apart) = copied is None, hopper.TILES[tile]
+    constants = dict(BIAS=False, COPIED=not early, LEAVES=leaves, ROWS=rows, FIRST=columns[0], SECOND=columns[1], APART=apart, BK=hopper.STEP, STAGES=stages,
                      GROUP=hopper.GROUP[0], EARLY=early)  # fmt: skip
     blocks = {"x": ("bf16", 64, hopper.STEP), "w": ("bf16", columns[0], hopper.STEP), "w_beside": ("bf16", columns[1], hopper.STEP)}
     blocks |= {} if early else {"y": (copied, 64, columns[0]), "y_beside": (copied, 64, columns[1])}

@@ -24,29 +24,35 @@ from isoexec.ops._core import triton_math
 from isoexec.ops._core.triton_math import COMPILE
 from isoexec.ops.matmul import triton as portable
 
+
 class _Tile(NamedTuple):
-    """Rows, columns of either warpgroup, stages. Of 128 rows each warpgroup has half, and all columns; of 64 rows both have all, and columns of their own."""
+    """Rows, columns of either warpgroup, stages, and whether each takes half of the leaves.
+
+    Else each has half of 128 rows, and all columns, or all of 64 rows, and columns of its own.
+    """
 
     rows: int
     columns: tuple[int, int]
     stages: int
+    apart: bool = False
 
     @property
     def width(self) -> int:
-        return self.columns[0] if self.rows == 128 else sum(self.columns)
+        return self.columns[0] if self.rows == 128 or self.apart else sum(self.columns)
 
     def count(self, M: int, N: int) -> int:
         return triton.cdiv(M, self.rows) * triton.cdiv(N, self.width)
 
     def traffic(self) -> int:
         """Rows of operands that a step reads (each warpgroup 64 of x and its columns of weights) and writes."""
-        return sum(64 + columns for columns in self.columns) + self.rows + self.width
+        return sum(64 + columns for columns in self.columns) // (1 + self.apart) + self.rows + self.width
 
 
 #: Committed, never tuned at run time.
 STEP = 64
-NARROW = _Tile(128, (64, 64), 8)
-TILES = _Tile(128, (128, 128), 5), _Tile(64, (128, 64), 5), _Tile(64, (64, 32), 8), NARROW
+NARROW, APART = _Tile(128, (64, 64), 8), _Tile(64, (64, 64), 6, apart=True)
+SHARED_OUT = _Tile(128, (128, 128), 5), _Tile(64, (128, 64), 5), _Tile(64, (64, 32), 8), NARROW
+TILES = *SHARED_OUT, APART
 #: Tiles of 128 rows that share their weights in the L2 cache: for up to one a processor, for up to two, and for more.
 GROUP = 4, 8, 2
 REGISTERS = 168  # a thread's, before the warpgroups take the copying warp's
@@ -67,19 +73,27 @@ def _place(tile, M, N, ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.cons
 
 
 @gluon.jit
-def _fill(x, w, w_beside, x_ring, w_ring, w_ring_beside, ready, free, M, N, steps, tiles, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
-    """The copying warp: ``steps`` steps of K for every tile of this program, from those of the programs before it on the second grid axis."""
+def _fill(x, w, w_beside, x_ring, w_ring, w_ring_beside, ready, free, M, N, steps, tiles, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+          APART: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """The copying warp: ``steps`` steps of K for every tile of this program, from those of the programs before it on the second grid axis.
+
+    ``APART``: for either warpgroup, one behind the other's.
+    """
     # The launch may begin before the one ahead of it has ended. Nothing of this program touches memory before these copies.
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     BK: gl.constexpr = w_ring.shape[2]
     FIRST: gl.constexpr = w_ring.shape[1]
-    SECOND: gl.constexpr = _HALF if ROWS == 2 * _HALF else w_ring_beside.shape[1]
+    BELOW: gl.constexpr = ROWS == 2 * _HALF
+    BESIDE: gl.constexpr = COLUMNS > FIRST
+    # What the second warpgroup has of its own: rows of x, or of weights, or both.
+    SECOND: gl.constexpr = (0 if BESIDE else _HALF) + (0 if BELOW else w_ring_beside.shape[1])
     first = gl.program_id(1) * steps
+    behind = steps * BK if APART else 0
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, column = _place(tile, M, N, ROWS, FIRST if ROWS == 2 * _HALF else FIRST + SECOND, GROUP)
+        row, column = _place(tile, M, N, ROWS, COLUMNS, GROUP)
         # A block without a row, or a column, takes the engine longer than one with; nothing is stored of what is found in its place.
-        both = row + _HALF < M if ROWS == 2 * _HALF else column + FIRST < N
+        both = row + _HALF < M if BELOW else (column + FIRST < N if BESIDE else row >= 0)
         for s in range(steps):
             slot = count % STAGES
             k = (first + s) * BK
@@ -87,12 +101,13 @@ def _fill(x, w, w_beside, x_ring, w_ring, w_ring_beside, ready, free, M, N, step
             full = ready.index(slot)
             mbarrier.expect(full, (_HALF + FIRST + SECOND) * BK * 2, pred=both)
             mbarrier.expect(full, (_HALF + FIRST) * BK * 2, pred=not both)
-            tma.async_copy_global_to_shared(x, [row, k], full, x_ring.index(slot * (ROWS // _HALF)))
-            if ROWS == 2 * _HALF:
-                tma.async_copy_global_to_shared(x, [row + _HALF, k], full, x_ring.index(2 * slot + 1), pred=both)
+            tma.async_copy_global_to_shared(x, [row, k], full, x_ring.index(slot if BESIDE else 2 * slot))
+            if not BESIDE:
+                tma.async_copy_global_to_shared(x, [row + ROWS - _HALF, k + behind], full, x_ring.index(2 * slot + 1), pred=both)
             tma.async_copy_global_to_shared(w, [column, k], full, w_ring.index(slot))
-            if ROWS == _HALF:
-                tma.async_copy_global_to_shared(w_beside, [column + FIRST, k], full, w_ring_beside.index(slot), pred=both)
+            if not BELOW:
+                tma.async_copy_global_to_shared(w_beside, [column + COLUMNS - w_ring_beside.shape[1], k + behind], full,
+                                                w_ring_beside.index(slot), pred=both)  # fmt: skip
             count += 1
 
 
@@ -130,9 +145,13 @@ def _leaves(x_ring, w_ring, ready, free, count, steps, LEAVES: gl.constexpr, HAL
 
 
 @gluon.jit
-def _multiply(y, bias, kept, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS: gl.constexpr, COPIED: gl.constexpr, LEAVES: gl.constexpr,
-              ROWS: gl.constexpr, COLUMNS: gl.constexpr, HALF: gl.constexpr, OFFSET: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    """A warpgroup: 64 rows from HALF * 64 and the columns from OFFSET of every tile; ``steps``: of one leaf."""
+def _multiply(y, bias, kept, handed, met, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS: gl.constexpr, COPIED: gl.constexpr,
+              LEAVES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, APART: gl.constexpr, HALF: gl.constexpr, OFFSET: gl.constexpr,
+              STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """A warpgroup: 64 rows from HALF * 64 and the columns from OFFSET of every tile; ``steps``: of one leaf.
+
+    ``APART``: all rows and columns of the one tile that its program has, HALF of its leaves; the second half's sum is ``handed`` to the first.
+    """
     BN: gl.constexpr = w_ring.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     PARKED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
@@ -152,66 +171,85 @@ def _multiply(y, bias, kept, x_ring, w_ring, ready, free, M, N, steps, tiles, BI
             total = _leaves(x_ring, w_ring, ready, free, count, steps, LEAVES, HALF, STAGES, LAYOUT)
         count += LEAVES * steps
         row, column = _place(tile, M, N, ROWS, COLUMNS, GROUP)
-        row, column = row + HALF * _HALF, column + OFFSET
-        rn = column + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
-        if BIAS:
-            total = total + gl.load(bias + rn, mask=rn < N, other=0.0).to(gl.float32)[None, :]
-        if COPIED:
-            # The engine copies it out while the next tile is multiplied.
-            if LEAVES < 8:
-                tma.store_wait(0)
-            gl.thread_barrier()  # the copy before it, or the sum that waited here, has been read
-            stored.store(total.to(y.dtype))
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(y, [row, column], stored)
+        if APART and HALF == 1:
+            handed._reinterpret(gl.float32, [_HALF, BN], PARKED).store(total)
+            mbarrier.arrive(met.index(0), count=1)
         else:
-            rm = row + gl.arange(0, _HALF, gl.SliceLayout(1, LAYOUT))
-            at = (gl.program_id(1).to(gl.int64) * M + rm.to(gl.int64))[:, None] * N + rn[None, :]
-            gl.store(y + at, total.to(y.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+            if APART:
+                mbarrier.wait(met.index(0), 0)
+                total = total + handed._reinterpret(gl.float32, [_HALF, BN], PARKED).load(LAYOUT)
+            _put(y, bias, stored, total, row + HALF * _HALF, column + OFFSET, M, N, BIAS, COPIED, LEAVES, LAYOUT)
     if COPIED:
         tma.store_wait(0)
 
 
 @gluon.jit
-def _kept(y, COPIED: gl.constexpr, LEAVES: gl.constexpr, BN: gl.constexpr):
-    """A warpgroup's shared memory: the sum of four leaves, then its part of the tile on its way out."""
+def _put(y, bias, stored, total, row, column, M, N, BIAS: gl.constexpr, COPIED: gl.constexpr, LEAVES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Writes a warpgroup's part of a tile, with bias; the copy engine does it while the next tile is multiplied."""
+    BN: gl.constexpr = total.shape[1]
+    rn = column + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
+    if BIAS:
+        total = total + gl.load(bias + rn, mask=rn < N, other=0.0).to(gl.float32)[None, :]
+    if COPIED:
+        if LEAVES < 8:
+            tma.store_wait(0)
+        gl.thread_barrier()  # the copy before it, or the sum that waited here, has been read
+        stored.store(total.to(y.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(y, [row, column], stored)
+    else:
+        rm = row + gl.arange(0, _HALF, gl.SliceLayout(1, LAYOUT))
+        at = (gl.program_id(1).to(gl.int64) * M + rm.to(gl.int64))[:, None] * N + rn[None, :]
+        gl.store(y + at, total.to(y.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+
+
+@gluon.jit
+def _kept(y, COPIED: gl.constexpr, WAITS: gl.constexpr, BN: gl.constexpr):
+    """A warpgroup's shared memory: a sum that waits, then its part of the tile on its way out."""
     if COPIED:
         return gl.allocate_shared_memory(y.dtype, [32 // y.dtype.primitive_bitwidth, _HALF, BN], y.layout)
     else:
-        return gl.allocate_shared_memory(gl.float32, [1, _HALF if LEAVES == 8 else 1, BN], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+        return gl.allocate_shared_memory(gl.float32, [1, _HALF if WAITS else 1, BN], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 
 @gluon.jit
 def tree_product_kernel(x, w, w_beside, bias, y, y_beside, M, N, steps, tiles, BIAS: gl.constexpr, COPIED: gl.constexpr, LEAVES: gl.constexpr,
-                        ROWS: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-                        EARLY: gl.constexpr):  # fmt: skip
+                        ROWS: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, APART: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+                        GROUP: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
     """Tensor descriptors x [M, K] in blocks of 64 rows, w [N, K] of FIRST and of SECOND; programs share out ``tiles`` tiles.
 
-    The warpgroups' halves of a tile lie below each other (128 ROWS, FIRST = SECOND columns), or beside (64 ROWS, FIRST + SECOND columns).
+    The warpgroups' halves of a tile lie below each other (128 ROWS, FIRST = SECOND columns) or beside (64 ROWS, FIRST + SECOND columns);
+    ``APART``, they are halves of its leaves (64 ROWS, FIRST = SECOND columns), and a program has one tile.
     A second grid axis keeps its programs' sums apart, of ``LEAVES`` leaves each: y [axis, M, N]. ``EARLY``: the next launch may start, and waits
     where it needs this one's results. ``COPIED``: y is a tensor descriptor in blocks of 64 rows, of FIRST and of SECOND columns.
     """
     if EARLY:
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    BESIDE: gl.constexpr = ROWS == _HALF
+    BELOW: gl.constexpr = ROWS == 2 * _HALF
+    BESIDE: gl.constexpr = ROWS == _HALF and not APART
     COLUMNS: gl.constexpr = FIRST + SECOND if BESIDE else FIRST
+    EACH: gl.constexpr = LEAVES // 2 if APART else LEAVES
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES if BESIDE else 2 * STAGES, _HALF, BK], x.layout)
     w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, FIRST, BK], w.layout)
-    w_ring_beside = gl.allocate_shared_memory(w_beside.dtype, [STAGES, SECOND, BK], w_beside.layout) if BESIDE else w_ring
-    kept = _kept(y, COPIED, LEAVES, FIRST)
-    kept_other = _kept(y_beside, COPIED, LEAVES, SECOND)
+    w_ring_beside = w_ring if BELOW else gl.allocate_shared_memory(w_beside.dtype, [STAGES, SECOND, BK], w_beside.layout)
+    kept = _kept(y, COPIED, LEAVES == 8 and not APART, FIRST)
+    kept_other = _kept(y_beside, COPIED, LEAVES == 8 or APART, SECOND)
+    handed = kept_other.index(0)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    met = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(met.index(0), count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=2)
     gl.warp_specialize(
         [
-            (_multiply, (y, bias, kept, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS, COPIED, LEAVES, ROWS, COLUMNS, 0, 0, STAGES, GROUP)),
-            (_multiply, (y_beside, bias, kept_other, x_ring, w_ring_beside, ready, free, M, N, steps, tiles, BIAS, COPIED, LEAVES, ROWS, COLUMNS,
-                         0 if BESIDE else 1, FIRST if BESIDE else 0, STAGES, GROUP)),
-            (_fill, (x, w, w_beside, x_ring, w_ring, w_ring_beside, ready, free, M, N, LEAVES * steps, tiles, ROWS, STAGES, GROUP)),
+            (_multiply, (y, bias, kept, handed, met, x_ring, w_ring, ready, free, M, N, steps, tiles, BIAS, COPIED, EACH, ROWS, COLUMNS, APART, 0, 0,
+                         STAGES, GROUP)),
+            (_multiply, (y_beside, bias, kept_other, handed, met, x_ring, w_ring_beside, ready, free, M, N, steps, tiles, BIAS, COPIED, EACH, ROWS,
+                         COLUMNS, APART, 0 if BESIDE else 1, FIRST if BESIDE else 0, STAGES, GROUP)),
+            (_fill, (x, w, w_beside, x_ring, w_ring, w_ring_beside, ready, free, M, N, EACH * steps, tiles, ROWS, COLUMNS, APART, STAGES, GROUP)),
         ],
         [4, 1],
         [232, 24],
@@ -243,12 +281,15 @@ class _Form(NamedTuple):
 
 
 def form(M: int, N: int, leaves: int, processors: int) -> _Form:
+    """The tile whose shared memory's bytes, times the tiles of the busiest processor, are fewest, or programs that share out a tile's leaves."""
+    if 2 * APART.count(M, N) > processors >= APART.count(M, N):
+        return _Form(APART, APART.count(M, N), 1)
     tiles, parts = NARROW.count(M, N), 1
     while parts < leaves and 2 * parts * tiles <= processors:
         parts *= 2
     if parts > 1:
         return _Form(NARROW, tiles, parts)
-    tile = min(TILES, key=lambda tile: triton.cdiv(tile.count(M, N), processors) * tile.traffic())
+    tile = min(SHARED_OUT, key=lambda tile: triton.cdiv(tile.count(M, N), processors) * tile.traffic())
     return _Form(tile, tile.count(M, N), 1)
 
 
@@ -279,10 +320,10 @@ def _launch(x, weight, bias, y, leaves, chosen, processors):
     copied = parts == 1 and N * y.itemsize % 16 == 0
     if tiles:
         weight = portable.copyable(weight)
-        tree_product_kernel[min(tiles, processors), parts](
+        tree_product_kernel[tiles if tile.apart else min(tiles, processors), parts](
             _descriptor(portable.copyable(x), 64), *(_descriptor(weight, columns) for columns in tile.columns), y if bias is None else bias,
             *(_descriptor(y, 64, columns) if copied else y for columns in tile.columns), M, N, K // (parts * leaves) // STEP, tiles, bias is not None,
-            copied, leaves, tile.rows, *tile.columns, STEP, tile.stages, _group(M, tile, tiles, processors), parts > 1,
+            copied, leaves, tile.rows, *tile.columns, tile.apart, STEP, tile.stages, _group(M, tile, tiles, processors), parts > 1,
             num_warps=4, maxnreg=REGISTERS, launch_pdl=True, **COMPILE,
         )  # fmt: skip
     return y
