@@ -136,19 +136,38 @@ def compiled(kernel, constants, kinds, blocks, **options):
     return ptx_and_resources(GluonASTSource(kernel, signature, constants, attributes), num_warps=4, **options)
 
 
-@pytest.mark.parametrize("leaves,copied,tile", [(8, "bf16", 0), (8, "fp32", 0), (2, "bf16", 0), (8, "bf16", 1), (8, "fp32", 1), (8, "bf16", 2), (8, "bf16", 3), (4, None, 3), (1, None, 3),
-                                                (8, "bf16", 4), (8, "fp32", 4), (2, "bf16", 4)])
-def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers(leaves, copied, tile):
+def tree_product(leaves, copied, tile):
+    """-> (PTX, resources); ``copied``: type of what the copy engine stores, None: it does not; ``tile``: of hopper.TILES."""
     from isoexec.ops.matmul import hopper
 
-    early, (rows, columns, stages, apart) = copied is None, hopper.TILES[tile]
-    constants = dict(BIAS=False, COPIED=not early, LEAVES=leaves, ROWS=rows, FIRST=columns[0], SECOND=columns[1], APART=apart, BK=hopper.STEP, STAGES=stages,
-                     GROUP=hopper.GROUP[0], EARLY=early)  # fmt: skip
+    rows, columns, stages, apart = hopper.TILES[tile]
+    constants = dict(BIAS=False, COPIED=copied is not None, LEAVES=leaves, ROWS=rows, FIRST=columns[0], SECOND=columns[1], APART=apart,
+                     BK=hopper.STEP, STAGES=stages, GROUP=hopper.GROUP[0], EARLY=copied is None)  # fmt: skip
     blocks = {"x": ("bf16", 64, hopper.STEP), "w": ("bf16", columns[0], hopper.STEP), "w_beside": ("bf16", columns[1], hopper.STEP)}
-    blocks |= {} if early else {"y": (copied, 64, columns[0]), "y_beside": (copied, 64, columns[1])}
-    text, usage = compiled(hopper.tree_product_kernel, constants, {"y": "*fp32", "y_beside": "*fp32", "bias": "*fp32"}, blocks, maxnreg=hopper.REGISTERS, launch_pdl=True)
+    blocks |= {"y": (copied, 64, columns[0]), "y_beside": (copied, 64, columns[1])} if copied else {}
+    kinds = {"y": "*fp32", "y_beside": "*fp32", "bias": "*fp32"}
+    return compiled(hopper.tree_product_kernel, constants, kinds, blocks, maxnreg=hopper.REGISTERS, launch_pdl=True)
+
+
+def paired_keys():
+    """-> (PTX, resources)"""
+    from isoexec.ops.attention import hopper
+
+    constants = dict(G=8, REPEAT=4, K=hopper.CHANNELS, N=128, STAGES=hopper.STAGES)
+    blocks = {name: ("bf16", 64, hopper.CHANNELS) for name in ("q", "grad", "keys", "values")}
+    blocks |= {"lse": ("fp32", 64), "delta": ("fp32", 64), "saved": ("bf16", 64, 64)}
+    kinds = {"grad_k": "*bf16", "grad_v": "*bf16", "cu_seqlens": "*i32", "scale": "fp32"}
+    return compiled(hopper.paired_keys_kernel, constants, kinds, blocks, maxnreg=hopper.REGISTERS)
+
+
+TREES = [(8, "bf16", tile) for tile in range(5)] + [(8, "fp32", 0), (8, "fp32", 1), (8, "fp32", 4), (2, "bf16", 0), (2, "bf16", 4), (4, None, 3), (1, None, 3)]
+
+
+@pytest.mark.parametrize("leaves,copied,tile", TREES)
+def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers(leaves, copied, tile):
+    text, usage = tree_product(leaves, copied, tile)
     assert "wgmma" in text and "cp.async.bulk.tensor" in text and "setmaxnreg" in text
-    assert ("griddepcontrol.launch_dependents" in text) == early and "griddepcontrol.wait" in text
+    assert ("griddepcontrol.launch_dependents" in text) == (copied is None) and "griddepcontrol.wait" in text
     assert ("cp.async.bulk.tensor.2d.global" in text) == bool(copied)
     assert not re.search(r"fma\.rn\.f32|\b(atom|red)\.", text)
     assert "LOCAL:0" in usage and "STACK:0" in usage, usage
@@ -156,16 +175,48 @@ def test_the_tree_of_two_warpgroups_keeps_its_sums_in_registers(leaves, copied, 
 
 def test_the_pass_by_keys_of_two_warpgroups():
     """P goes from registers to its product, and few addresses to the stack."""
-    from isoexec.ops.attention import hopper
-
-    constants = dict(G=8, REPEAT=4, K=hopper.CHANNELS, N=128, STAGES=hopper.STAGES)
-    blocks = {name: ("bf16", 64, hopper.CHANNELS) for name in ("q", "grad", "keys", "values")}
-    blocks |= {"lse": ("fp32", 64), "delta": ("fp32", 64), "saved": ("bf16", 64, 64)}
-    kinds = {"grad_k": "*bf16", "grad_v": "*bf16", "cu_seqlens": "*i32", "scale": "fp32"}
-    text, usage = compiled(hopper.paired_keys_kernel, constants, kinds, blocks, maxnreg=hopper.REGISTERS)
+    text, usage = paired_keys()
     assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n128k16\.f32\.bf16\.bf16 +\{[^}]*\}, *\{", text)
     assert "cp.async.bulk.tensor.1d" in text and "setmaxnreg" in text and not re.search(r"\b(atom|red)\.", text)
     assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 16 and "LOCAL:0" in usage, usage
+
+
+_MEETING = "barrier.sync 1"  # of all warps: no number of threads
+
+
+def handed_over_in_order(text):
+    """Whether all that the compiler hands warps with roles (which, and arguments) is written and read on two sides of barriers of all warps.
+
+    The first warps write it, meet the others, who read it before they meet again; what tells the others to end is written after one more meeting.
+    """
+    lines = (re.sub(r"\s+", " ", line.split("//")[0]).strip().rstrip(";") for line in text.splitlines())
+    program = [line for line in lines if line and not line.startswith((".loc", "setmaxnreg", "$L__tmp"))]
+    written = [i for i, line in enumerate(program) if re.match(r"st\.shared\S* \[global_smem\+", line)]
+    groups = [i for i in written if i - 1 not in written]
+    ends = [next(j for j in range(i, len(program)) if j not in written) for i in groups]
+    roles = [i for i, line in enumerate(program) if line.startswith("ld.shared.b8")]
+    arguments = [i for i, line in enumerate(program) if re.match(r"ld\.shared\S* .*\[global_smem\+", line)]
+    after = [next(line for j, line in enumerate(program[i:], i) if j not in arguments) for i in arguments]
+    before = [next(line for line in program[i - 1 :: -1] if not line.startswith(("mov.", "add."))) for i in roles]
+    return (
+        len(groups) == 2
+        and len(roles) == 1
+        and all(program[end] == _MEETING for end in ends)
+        and program[ends[0] + 1] == program[groups[1] - 1] == _MEETING
+        and before == [_MEETING]
+        and set(after) <= {_MEETING}
+    )
+
+
+@pytest.mark.parametrize("kernel", [*(("tree_product_kernel", tile) for tile in range(5)), ("paired_keys_kernel", 0)], ids=str)
+def test_warps_with_roles_get_them_between_barriers(kernel):
+    """racecheck names these accesses, and confirms no barrier that warps reach from several places (docs/gpu.md)."""
+    name, tile = kernel
+    text, _ = tree_product(8, "bf16", tile) if name.startswith("tree") else paired_keys()
+    assert name in text and handed_over_in_order(text)
+    meetings = list(re.finditer(r"barrier\.sync\s+1;", text))
+    broken = [handed_over_in_order(text[: m.start()] + text[m.end() :]) for m in meetings]
+    assert broken.count(False) >= 5, "a barrier left out shows"
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["few rows per expert", "many"])
