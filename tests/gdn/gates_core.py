@@ -16,8 +16,8 @@ from tests.gdn.gradient_cases import NAMES, gradients
 
 CHAIN_TILES = [(16, 1), (32, 2), (32, 4), (64, 4), (64, 2), (128, 8)]
 RECUR_TILES = [(16, 1), (32, 4), (64, 8)]
-WHOLE_CHUNKS = [("chain_hopper", "whole_chunks_kernel", dict(stages=stages, maxnreg=most)) for stages, most in ((3, 168), (4, 224))] + [
-    ("chain_roles", "chain_roles_kernel", dict(stages=stages, held=held, output_warps=warps, registers=88, maxnreg=168))
+WHOLE_CHUNKS = [
+    dict(BV=64, num_warps=4, stages=stages, held=held, output_warps=warps, registers=88, maxnreg=168)
     for stages, held, warps in ((3, 1, 4), (4, 3, 2))
 ]
 DECODE_TILES = [(1, 32, 2), (1, 64, 4), (1, 128, 8), (2, 32, 1), (2, 32, 2), (2, 64, 4), (2, 128, 4), (2, 128, 8)]
@@ -80,18 +80,18 @@ def whole_chunks(form, chunk):
     """Whole chunks in a launch of their own, whatever begins and ends a call: the outputs and states of one launch over all."""
     x = make(LENGTHS)
     base, full = one_shot(x, LENGTHS, chunk, form), whole(form, x, LENGTHS, chunk)
-    for name, kernel, setting in WHOLE_CHUNKS:
-        limits = {"hopper_chunks": 1, "hopper_pairs": 1, "roles_pairs": 1 << 30 if name == "chain_roles" else 0}
-        with entries("limits", None, **{**launch.settings("limits"), **limits}), entries(name, chunk, BV=64, num_warps=4, **setting):
+    for setting in WHOLE_CHUNKS:
+        limits = {**launch.settings("limits"), "hopper_chunks": 1}
+        with entries("limits", None, **limits), entries("chain_roles", chunk, **setting):
             for first in ({}, {0: 5, 2: chunk, 4: chunk + 7, 6: 2}, {0: 100, 2: 250, 4: chunk + 1, 6: 31}):
                 run = engine(form, x, LENGTHS, chunk, [3, 0, 5, 1, 6, 2, 4])
                 run.prefill(first)
                 rest = {n: LENGTHS[n] - first.get(n, 0) for n in range(len(LENGTHS))}
                 names = launched(lambda: run.prefill(rest), warm=False)
-                assert kernel in names, names
-                assert_bit_equal(run.o, base, f"{kernel} {setting}, after {first}")
+                assert "chain_roles_kernel" in names, names
+                assert_bit_equal(run.o, base, f"{setting}, after {first}")
                 for n in range(len(LENGTHS)):
-                    assert_same_state(run.state(n), full.state(n), f"{kernel} {setting}, after {first}, sequence {n}")
+                    assert_same_state(run.state(n), full.state(n), f"{setting}, after {first}, sequence {n}")
 
 
 def poisoned_workspaces(form, chunk):

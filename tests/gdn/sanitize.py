@@ -60,7 +60,7 @@ def core(form, chunk):
             assert_bit_equal(one_shot(x, lengths, chunk, form), base, "trainer")
     for two in (0, 1):
         stage = {**launch.settings("decode_main" if two else "decode", chunk), "two_launches": two}
-        apart = {**launch.settings("limits"), "hopper_chunks": 1, "hopper_pairs": 1, "roles_pairs": 0 if two else 1 << 30}
+        apart = {**launch.settings("limits"), "hopper_chunks": 1 if two else 1 << 30}
         with entries("decode", chunk, **stage), entries("limits", None, **apart):
             run = engine(form, x, lengths, chunk, [3, 0, 2, 1], **FEW)
             run.prefill({0: chunk + 3, 3: 60})

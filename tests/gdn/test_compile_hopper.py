@@ -6,7 +6,7 @@ import pytest
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from isoexec.ops.gdn import kernels_hopper, kernels_roles, launch
+from isoexec.ops.gdn import kernels_roles, launch
 from tests.gpu.offline import ptx_and_resources
 
 H, HV, K, V = 16, 32, 128, 128
@@ -40,20 +40,14 @@ def assert_as_written(ptx):
 def test_warps_with_roles(chunk):
     entry = launch.settings("chain_roles", chunk, V)
     BV, registers = entry["BV"], entry["registers"]
-    tiles = {name: described([chunk, width], gl.bfloat16) for name, width in (("q", K), ("k", K), ("v", BV), ("T", chunk), ("M", chunk))}
+    tiles = {name: described([chunk, width], gl.bfloat16) for name, width in (("q", 64), ("k", 64), ("v", BV), ("T", chunk), ("M", chunk))}
     gates = dict.fromkeys(("E", "b"), described([4 * chunk], gl.float32))
     constants = dict(H=H, HV=HV, K=K, V=V, C=chunk, BV=BV, STAGES=entry["stages"], HELD=entry["held"], WARPS=entry["output_warps"],
                      REGISTERS=(registers, registers))  # fmt: skip
     ptx, usage = compiled(kernels_roles.chain_roles_kernel, {**tiles, **gates}, constants, entry)
     assert_as_written(ptx)
+    assert f"wgmma.mma_async.sync.aligned.m64n{2 * chunk}k16" in ptx  # of the state with keys and queries together
     assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
     # One thread arrives for its warps once a barrier among them has passed, so what they stored and read lies before it.
     assert len(re.findall(BARRIER_THEN_ARRIVAL, ptx)) == ptx.count(ARRIVAL) == 2
     assert "LOCAL:0" in usage and "STACK:0" in usage, usage  # all of a state in registers
-
-
-def test_one_warpgroup():
-    entry = launch.settings("chain_hopper", 16, V)
-    constants = dict(H=H, HV=HV, K=K, V=V, C=16, BV=entry["BV"], STAGES=entry["stages"])
-    ptx, _ = compiled(kernels_hopper.whole_chunks_kernel, dict.fromkeys("qkvTM", "*bf16"), constants, entry)
-    assert_as_written(ptx)

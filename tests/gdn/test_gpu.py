@@ -68,7 +68,7 @@ def test_a_race_elsewhere_is_not_explained():
     assert recorded and sanitize.explained(recorded)
     kernel, file, line = recorded[0]
     assert not sanitize.explained([*recorded, [kernel, file, str(int(line) + 1)]])
-    assert not sanitize.explained([*recorded, ["whole_chunks_kernel", file, line]])
+    assert not sanitize.explained([*recorded, ["chain_kernel", file, line]])
 
 
 @pytest.mark.parametrize("form", ["cpr", "cpr_wy"])

@@ -1,9 +1,9 @@
 """The chain of `cpr_wy` over whole chunks on sm_90: warps of three kinds share 64 rows of a state.
 
 The products of kernels.py's `_full_chunk`, by the same instructions from the same operands: the same bits. One warpgroup carries the state
-from chunk to chunk and does little else, since everything waits for that chain. It leaves the product of each chunk's state with its
-queries, and u, in shared memory for other warps, which finish and store the outputs; one more warp sends for what both need. No register
-of a product is written while one is under way, or the compiler would run them one after another.
+from chunk to chunk and does little else, since everything waits for that chain. One product multiplies the state with a chunk's keys and
+queries. Its part of the queries, and u, are left in shared memory for other warps, which finish and store the outputs; one more warp
+sends for what both need. No register of a product is written while one is under way, or the compiler would run them one after another.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from isoexec.ops.gdn import tiles
 
-_high_plane, _low_plane, _join_planes = (gluon.jit(f.fn) for f in (tiles.high_plane, tiles.low_plane, tiles.join_planes))
+_high_plane, _low_plane, _join_planes, _rhs_of, _moved = (
+    gluon.jit(f.fn) for f in (tiles.high_plane, tiles.low_plane, tiles.join_planes, tiles.rhs_of, tiles.moved)
+)
 
 
 @gluon.jit
-def _fetch(q, k, v, T, M, E, b, q_ring, k_ring, v_ring, T_ring, M_ring, E_ring, b_ring, s_ring, ready, wanted, given, taken, row0, w0,
-           count, key, value, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _fetch(q, k, v, T, M, E, b, columns, v_ring, T_ring, M_ring, E_ring, b_ring, s_ring, ready, wanted, given, taken, row0, w0, count, key,
+           value, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Send for what every chunk's state (``ready``) and outputs (``wanted``) need; key, value: the heads' first columns.
 
     A slot of the state is free once the chunk after it was given on: its products are complete by then.
@@ -33,8 +35,10 @@ def _fetch(q, k, v, T, M, E, b, q_ring, k_ring, v_ring, T_ring, M_ring, E_ring, 
         mbarrier.wait(given.index(after % STAGES), (after // STAGES) & 1, pred=after > 0)
         full = ready.index(slot)
         mbarrier.expect(full, (2 * C * K + C * BV + C * C) * 2 + 8 * C * 4)
-        tma.async_copy_global_to_shared(k, [row, key], full, k_ring.index(slot))
-        tma.async_copy_global_to_shared(q, [row, key], full, q_ring.index(slot))
+        for half in gl.static_range(K // 64):
+            at = 2 * (slot * (K // 64) + half)
+            tma.async_copy_global_to_shared(k, [row, key + half * 64], full, columns.index(at))
+            tma.async_copy_global_to_shared(q, [row, key + half * 64], full, columns.index(at + 1))
         tma.async_copy_global_to_shared(v, [row, value], full, v_ring.index(slot))
         tma.async_copy_global_to_shared(T, [w * C, 0], full, T_ring.index(slot))
         tma.async_copy_global_to_shared(E, [w * (3 * C)], full, E_ring.index(slot))
@@ -47,10 +51,11 @@ def _fetch(q, k, v, T, M, E, b, q_ring, k_ring, v_ring, T_ring, M_ring, E_ring, 
 
 
 @gluon.jit
-def _advance(high, low, q_ring, k_ring, v_ring, T_ring, E_ring, b_ring, qs_ring, u_ring, ready, given, taken, count, live, K: gl.constexpr,
+def _advance(high, low, rows_ring, v_ring, T_ring, E_ring, b_ring, qs_ring, u_ring, ready, given, taken, count, live, K: gl.constexpr,
              C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
     """The state through all chunks; high, low: pointers to this program's rows of the slot."""
     ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
+    BOTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * C, 16])  # [BV, 2 C]
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])  # [BV, K]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ROW, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ROW)
@@ -59,28 +64,31 @@ def _advance(high, low, q_ring, k_ring, v_ring, T_ring, E_ring, b_ring, qs_ring,
     S = _join_planes(gl.load(high + tile, mask=live & (tile >= 0), other=0.0), gl.load(low + tile, mask=live & (tile >= 0), other=0))
     S_high = gl.convert_layout(_high_plane(S), LEFT)
     zeros = gl.zeros([BV, C], gl.float32, ROW)
+    nothing = gl.zeros([BV, 2 * C], gl.float32, BOTH)
     for c in range(count):
         slot = c % STAGES
         held = c % HELD
         mbarrier.wait(ready.index(slot), (c // STAGES) & 1)
-        k_tile = k_ring.index(slot)
+        rows = rows_ring.index(slot)
         E = E_ring.index(slot)
-        ks = warpgroup_mma(S_high, k_tile.permute((1, 0)), zeros, is_async=True)
-        qs = warpgroup_mma(S_high, q_ring.index(slot).permute((1, 0)), zeros, is_async=True)
-        vT = v_ring.index(slot).permute((1, 0)).load(ROW).to(gl.float32)
+        both = warpgroup_mma(S_high, rows.permute((1, 0)), nothing, is_async=True)
+        vT = v_ring.index(slot).permute((1, 0)).load(ROW)
         eG = E.slice(0, C).load(COLUMNS)
         left = E.slice(2 * C, C).load(COLUMNS)
         b = b_ring.index(slot).slice(0, C).load(COLUMNS)
         eC = E.slice(C - 1, 1).load(gl.SliceLayout(0, STATE))
         decayed = S * eC[None, :]
-        ks = warpgroup_mma_wait(1, deps=(ks,))
-        rhsT = ((vT - ks * eG[None, :]) * b[None, :]).to(gl.bfloat16)
-        uT = warpgroup_mma(gl.convert_layout(rhsT, LEFT), T_ring.index(slot).permute((1, 0)), zeros, is_async=True)
+        both = warpgroup_mma_wait(0, deps=(both,))
+        ks, qs = gl.split(both.reshape((BV, 2, C)).permute((0, 2, 1)))
+        ks = gl.convert_layout(ks, ROW, assert_trivial=True)
+        qs = gl.convert_layout(qs, ROW, assert_trivial=True)
+        rhsT = gl.convert_layout(_rhs_of(ks, vT, eG, b), LEFT)
+        uT = warpgroup_mma(rhsT, T_ring.index(slot).permute((1, 0)), zeros, is_async=True)
         mbarrier.wait(taken.index((c - HELD) % STAGES), ((c - HELD) // STAGES) & 1, pred=c >= HELD)
-        uT, qs = warpgroup_mma_wait(0, deps=(uT, qs))
-        moved = gl.convert_layout((uT * left[None, :]).to(gl.bfloat16), gl.DotOperandLayout(0, STATE, 2))
+        uT = warpgroup_mma_wait(0, deps=(uT,))
+        moved = gl.convert_layout(_moved(uT, left), gl.DotOperandLayout(0, STATE, 2))
         low_u = uT.to(gl.bfloat16)
-        S = warpgroup_mma(moved, k_tile, decayed, is_async=True)
+        S = warpgroup_mma(moved, rows.slice(0, C), decayed, is_async=True)
         qs_ring.index(held).store(qs)
         u_ring.index(held).store(low_u)
         mbarrier.arrive(given.index(slot), count=1)
@@ -139,8 +147,10 @@ def chain_roles_kernel(q, k, v, T, M, E, b, o, high, low, slots, sequences, S_sl
     state = gl.load(slots + n).to(gl.int64) * S_slot + (hv * V + iv * BV) * K
     live = (count > 0) & (start - t0 + c0 * C >= C)  # before that a slot's contents belong to nobody
     o += row0.to(gl.int64) * (HV * V) + hv * V + iv * BV
-    q_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], q.layout)
-    k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], k.layout)
+    # 64 columns of a chunk's keys, those of its queries, the next 64: so lie 2 C rows in the layout of one tile.
+    columns = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2 * (K // 64), C, 64], k.layout)
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, K], gl.bfloat16)
+    rows_ring = columns._reinterpret(gl.bfloat16, [STAGES, 2 * C, K], ROWS)
     v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], v.layout)
     T_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], T.layout)
     M_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], M.layout)
@@ -164,10 +174,10 @@ def chain_roles_kernel(q, k, v, T, M, E, b, o, high, low, slots, sequences, S_sl
         mbarrier.init(taken.index(s), count=1)
     gl.warp_specialize(
         [
-            (_advance, (high + state, low + state, q_ring, k_ring, v_ring, T_ring, E_ring, b_ring, qs_ring, u_ring, ready, given, taken,
+            (_advance, (high + state, low + state, rows_ring, v_ring, T_ring, E_ring, b_ring, qs_ring, u_ring, ready, given, taken,
                         count, live, K, C, BV, STAGES, HELD)),
             (_answer, (o, M_ring, s_ring, qs_ring, u_ring, outputs, wanted, given, taken, count, HV, V, C, BV, STAGES, HELD, WARPS)),
-            (_fetch, (q, k, v, T, M, E, b, q_ring, k_ring, v_ring, T_ring, M_ring, E_ring, b_ring, s_ring, ready, wanted, given, taken,
+            (_fetch, (q, k, v, T, M, E, b, columns, v_ring, T_ring, M_ring, E_ring, b_ring, s_ring, ready, wanted, given, taken,
                       row0, w0, count, h * K, hv * V + iv * BV, HV, K, C, BV, STAGES)),
         ],
         [WARPS, 1],

@@ -23,8 +23,6 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "32": {"BV": 32, "num_warps": 4, "stages": 2},
         "64": {"BV": 64, "num_warps": 4, "stages": 2},
     },
-    # Registers for three programs on a processor, so that five sequences of 32 heads are one wave.
-    "chain_hopper": dict.fromkeys(("16", "32"), {"BV": 64, "num_warps": 4, "stages": 4, "maxnreg": 168}),
     "chain_roles": {  # registers: of the warps beside the state's
         "16": {"BV": 64, "num_warps": 4, "stages": 4, "held": 2, "output_warps": 2, "registers": 56, "maxnreg": 128},
         "32": {"BV": 64, "num_warps": 4, "stages": 4, "held": 2, "output_warps": 2, "registers": 88, "maxnreg": 168},
@@ -64,8 +62,8 @@ TABLE: dict[str, dict[str, dict[str, int]]] = {
         "64": {"BV": 128, "num_warps": 8},
     },
     # Up to how many pairs of sequence and value head the narrow chains are faster, and decode is one launch; from how many chunks of
-    # the longest sequence, and how many pairs, a prefill's whole chunks are a launch of their own on sm_90.
-    "limits": {"any": {"narrow": 6 * 32, "one_launch": 16 * 32, "hopper_chunks": 8, "hopper_pairs": 96, "roles_pairs": 64}},
+    # the longest sequence a prefill's whole chunks are a launch of their own on sm_90.
+    "limits": {"any": {"narrow": 6 * 32, "one_launch": 16 * 32, "hopper_chunks": 8}},
     "conv": {"any": {"rows": 16, "channels": 512, "ahead": 4, "num_warps": 4, "maxnreg": 64}},
     "conv_step": {"any": {"channels": 256, "num_warps": 1}},
     "window": {"any": {"channels": 256, "num_warps": 4}},

@@ -59,10 +59,21 @@ def score_tile(qk, G, scale, C: tl.constexpr):
 
 
 @triton.jit
-def rhs_tile(S_high, k, vT, eG, beta):
-    """-> rhs^T [BV, C] bf16; eG = e^G"""
-    ks = dot(S_high, tl.trans(k))
+def rhs_of(ks, vT, eG, beta):
+    """-> rhs^T [BV, C] bf16, of ks = S_high k^T; eG = e^G"""
     return ((vT.to(tl.float32) - ks * eG[None, :]) * beta[None, :]).to(tl.bfloat16)
+
+
+@triton.jit
+def moved(uT, left):
+    """u^T [BV, C] as the next state takes it, bf16; left = e^{G_C - G}"""
+    return (uT * left[None, :]).to(tl.bfloat16)
+
+
+@triton.jit
+def rhs_tile(S_high, k, vT, eG, beta):
+    """`rhs_of`, with its product."""
+    return rhs_of(dot(S_high, tl.trans(k)), vT, eG, beta)
 
 
 @triton.jit
@@ -74,8 +85,8 @@ def out_tile(S_high, q, uT, M, eGs):
 
 @triton.jit
 def next_state(S, uT, k, left, eC):
-    """S' of a complete chunk; left = e^{G_C - G}, eC = e^{G_C}"""
-    return dot_add((uT * left[None, :]).to(tl.bfloat16), k, S * eC)
+    """S' of a complete chunk; left of `moved`, eC = e^{G_C}"""
+    return dot_add(moved(uT, left), k, S * eC)
 
 
 @triton.jit

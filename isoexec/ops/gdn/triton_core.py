@@ -54,21 +54,14 @@ def chain(q, k, v, plan: Plan, ws: Workspace, out_dtype, pool=None, slots=None, 
     states [chunks, HV, V, K] fp32 is filled with the state before every chunk, but not of one that is resumed.
     """
     C, o = plan.chunk, torch.empty(v.shape, dtype=out_dtype, device=v.device)
-    if pool and states is None and entry is None and _apart(plan, v.shape[1]) and triton_hopper.fits(q, k, v, C):
+    if pool and states is None and entry is None and plan.whole_chunks >= limit("hopper_chunks") and triton_hopper.fits(q, k, v, C):
         if any(start % C for start in plan.starts):
             _chain(q, k, v, o, plan, ws, pool, slots, part=1)
-        whole = triton_hopper.by_roles if len(plan.lengths) * v.shape[1] <= limit("roles_pairs") else triton_hopper.whole_chunks
-        whole(q, k, v, o, plan, ws, pool, slots)
+        triton_hopper.whole_chunks(q, k, v, o, plan, ws, pool, slots)
         if any((start + length) % C for start, length in zip(plan.starts, plan.lengths)):
             _chain(q, k, v, o, plan, ws, pool, slots, part=2)
         return o, v, v
     return o, *_chain(q, k, v, o, plan, ws, pool, slots, save, states, entry)
-
-
-def _apart(plan: Plan, HV: int) -> bool:
-    """Whether whole chunks are a launch of their own on sm_90: enough of them, of enough heads."""
-    pairs = len(plan.lengths) * HV
-    return plan.whole_chunks >= limit("hopper_chunks") and (pairs >= limit("hopper_pairs") or pairs <= limit("roles_pairs"))
 
 
 def _chain(q, k, v, o, plan, ws, pool, slots, save=False, states=None, entry=None, part=0):

@@ -1,4 +1,4 @@
-"""Whole chunks of a prefill on sm_90: launch around kernels_hopper.py."""
+"""Whole chunks of a prefill on sm_90: the launch around kernels_roles.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from isoexec.ops.gdn import kernels_hopper as kernels
 from isoexec.ops.gdn import kernels_roles
 from isoexec.ops.gdn.triton_launch import configured
 
@@ -26,21 +25,10 @@ def _is_hopper(device) -> bool:
 
 def whole_chunks(q, k, v, o, plan, ws, pool, slots) -> None:
     """All whole chunks of ``plan``: writes their rows of ``o`` and advances ``slots``."""
-    (H, K), (HV, V), C = q.shape[1:], v.shape[1:], plan.chunk
-    constants, options = configured("chain_hopper", C, V)
-    BV = constants["BV"]
-    kernels.whole_chunks_kernel[V // BV, len(plan.lengths) * HV](
-        q, k, v, ws.T, ws.M, o, pool.high, pool.low, slots, plan.sequence_table, ws.b, ws.E, v.stride(0), pool.high.stride(0), H, HV, K, V,
-        C, BV, constants["stages"], **options,
-    )  # fmt: skip
-
-
-def by_roles(q, k, v, o, plan, ws, pool, slots) -> None:
-    """`whole_chunks` by warps with roles of their own (kernels_roles.py)."""
     (T, H, K), (HV, V), C = q.shape, v.shape[1:], plan.chunk
     constants, options = configured("chain_roles", C, V)
     BV, places = constants["BV"], plan.chunks * HV
-    keys = [_descriptor(x, [T, H * K], H * K, [C, K]) for x in (q, k)]
+    keys = [_descriptor(x, [T, H * K], H * K, [C, 64]) for x in (q, k)]
     squares = [_descriptor(x, [places * C, C], C, [C, C]) for x in (ws.T, ws.M)]
     gates = [_descriptor(x, [x.numel()], 1, [4 * C]) for x in (ws.E, ws.b)]
     kernels_roles.chain_roles_kernel[V // BV, len(plan.lengths) * HV](
