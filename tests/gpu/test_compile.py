@@ -149,6 +149,18 @@ def tree_product(leaves, copied, tile):
     return compiled(hopper.tree_product_kernel, constants, kinds, blocks, maxnreg=hopper.REGISTERS, launch_pdl=True)
 
 
+@pytest.mark.parametrize(
+    "rows,columns,tile,tiles,parts",
+    [(129, 2048, 4, 96, 1), (256, 2048, 4, 128, 1), (300, 2048, 2, 110, 1), (512, 2048, 3, 128, 1), (768, 2048, 1, 132, 1), (1024, 2048, 0, 128, 1),
+     (2048, 2048, 0, 256, 1), (8192, 2048, 0, 1024, 1), (150, 1280, 3, 40, 2), (300, 136, 3, 9, 8)],
+)  # fmt: skip
+def test_the_tile_whose_bytes_are_fewest(rows, columns, tile, tiles, parts):
+    """Of 132 processors, as docs/gpu.md says; leaves are shared out where tiles are fewer than half of them."""
+    from isoexec.ops.matmul import hopper
+
+    assert hopper.form(rows, columns, 8, 132) == (hopper.TILES[tile], tiles, parts)
+
+
 def paired_keys():
     """-> (PTX, resources)"""
     from isoexec.ops.attention import hopper
