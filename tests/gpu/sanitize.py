@@ -45,6 +45,15 @@ def workload():
         hopper.product(x, w[:columns], torch.bfloat16, None, leaves, tile)  # a narrow weight has fewer tiles than there are processors
         torch.cuda.synchronize()
         print("matmul, hopper,", leaves, "leaves,", columns, "columns,", f"{tile.rows} x {tile.columns}" if tile else "shared out", flush=True)
+    from isoexec.ops.attention import hopper_decode
+
+    for H, G, K, page in ((16, 2, 256, 16), (8, 4, 128, 48), (16, 1, 192, 32)):
+        q, cache = torch.randn(4, H, K, device="cuda").bfloat16(), torch.randn(40, page, G, K, device="cuda").bfloat16()
+        table, start = torch.randperm(40, device="cuda").to(torch.int32).view(4, 10), torch.arange(5, dtype=torch.int32, device="cuda")
+        lengths = torch.tensor([0, 1, 81, 160], dtype=torch.int32, device="cuda")
+        hopper_decode.attend(q, cache, cache, table, lengths, start, K**-0.5)
+        torch.cuda.synchronize()
+        print("attention.paged, hopper_decode,", K, flush=True)
 
 
 def parse(arguments=None):

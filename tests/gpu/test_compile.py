@@ -119,8 +119,9 @@ def test_products_compile_for_other_architectures(architecture):
     assert ("tcgen05" if architecture == 100 else "mma.sync") in text
 
 
-def compiled(kernel, constants, kinds, blocks, **options):
-    """``kinds``: name -> type of the arguments that are no int32; ``blocks``: (type, *shape) of tensor descriptors. -> (PTX, resources)"""
+def compiled(kernel, constants, kinds, blocks, aligned=(), **options):
+    """-> (PTX, resources). ``kinds``: name -> type of the arguments that are no int32; ``blocks``: (type, *shape) of tensor descriptors; ``aligned``:
+    integers that are multiples of 16."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -131,7 +132,7 @@ def compiled(kernel, constants, kinds, blocks, **options):
         if kind:
             layout = gl.NVMMASharedLayout.get_default_for(block, {"bf16": gl.bfloat16, "fp32": gl.float32}[kind])
             signature[name] = f"tensordesc<{kind}{block},{layout!r}>"
-        elif signature[name].startswith("*"):
+        elif signature[name].startswith("*") or name in aligned:
             attributes[i,] = [["tt.divisibility", 16]]
     return ptx_and_resources(GluonASTSource(kernel, signature, constants, attributes), num_warps=4, **options)
 
@@ -193,6 +194,20 @@ def test_the_pass_by_keys_of_two_warpgroups():
     assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 16 and "LOCAL:0" in usage, usage
 
 
+_DECODE = dict.fromkeys(("seq_lens", "query_start_loc", "block_table"), "*i32")
+
+
+def chain(pairs, K, repeat):
+    """The chain of decode for ``pairs`` of sequence and key head. -> PTX, resources, channels of a slice"""
+    from isoexec.ops.attention import hopper_decode
+
+    _, columns, stages = hopper_decode.settings(pairs, K, repeat, 132)
+    constants = dict(REPEAT=repeat, R=4 * repeat, K=K, N=columns, TWO=hopper_decode.BLOCK[K] - 64, STAGES=stages)
+    blocks = {"wide": ("fp32", 8, 32), "narrow": ("fp32", 8, min(hopper_decode.BLOCK[K] - 64, 32)), "values": ("bf16", 16, columns)}
+    kinds = _DECODE | {"out": "*bf16", "lse": "*fp32", "scale": "fp32"}
+    return *compiled(hopper_decode.chain_kernel, constants, kinds, blocks, maxnreg=hopper_decode._REGISTERS), columns
+
+
 _MEETING = "barrier.sync 1"  # of all warps: no number of threads
 
 
@@ -210,25 +225,62 @@ def handed_over_in_order(text):
     arguments = [i for i, line in enumerate(program) if re.match(r"ld\.shared\S* .*\[global_smem\+", line)]
     after = [next(line for j, line in enumerate(program[i:], i) if j not in arguments) for i in arguments]
     before = [next(line for line in program[i - 1 :: -1] if not line.startswith(("mov.", "add."))) for i in roles]
+    # A program without work jumps there, and has given no role before.
+    last = next((line for line in program[groups[-1] - 1 :: -1] if not line.endswith(":")), None) if groups else None
     return (
         len(groups) == 2
         and len(roles) == 1
         and all(program[end] == _MEETING for end in ends)
-        and program[ends[0] + 1] == program[groups[1] - 1] == _MEETING
+        and program[ends[0] + 1] == last == _MEETING
         and before == [_MEETING]
         and set(after) <= {_MEETING}
     )
 
 
-@pytest.mark.parametrize("kernel", [*(("tree_product_kernel", tile) for tile in range(5)), ("paired_keys_kernel", 0)], ids=str)
+_ROLES = [*(("tree_product_kernel", tile) for tile in range(5)), ("paired_keys_kernel", 0), *(("chain_kernel", K) for K in (128, 192, 256))]
+
+
+@pytest.mark.parametrize("kernel", _ROLES, ids=str)
 def test_warps_with_roles_get_them_between_barriers(kernel):
     """racecheck names these accesses, and confirms no barrier that warps reach from several places (docs/gpu.md)."""
-    name, tile = kernel
-    text, _ = tree_product(8, "bf16", tile) if name.startswith("tree") else paired_keys()
+    name, which = kernel
+    make = {"tree_product_kernel": lambda: tree_product(8, "bf16", which), "paired_keys_kernel": paired_keys, "chain_kernel": lambda: chain(32, which, 8)}
+    text = make[name]()[0]
     assert name in text and handed_over_in_order(text)
     meetings = list(re.finditer(r"barrier\.sync\s+1;", text))
     broken = [handed_over_in_order(text[: m.start()] + text[m.end() :]) for m in meetings]
     assert broken.count(False) >= 5, "a barrier left out shows"
+
+
+@pytest.mark.parametrize("K", [128, 192, 256])
+def test_scores_of_decode(K):
+    from isoexec.ops.attention import hopper_decode
+
+    kinds = _DECODE | {"q": "*bf16", "keys": "*bf16", "scores": "*fp32", "inverse": "i64"}
+    constants = dict(REPEAT=8, K=K, N=128 if K == 128 else 256, STAGES=hopper_decode._SCORE_STAGES)
+    text, usage = compiled(hopper_decode.scores_kernel, constants, kinds, {}, aligned=("q_token", "q_head", "k_page", "k_token", "k_head"))
+    assert len(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n64k16", text)) == constants["N"] // 16
+    assert re.findall(r"cp\.async\.\S+ \[[^]]*\], *\[[^]]*\], *(\w+)", text).count("0x10") > 0 and not re.search(r"fma\.|\b(atom|red)\.", text)
+    assert "LOCAL:0" in usage and "STACK:0" in usage, usage
+
+
+@pytest.mark.parametrize("repeat", [8, 16])
+@pytest.mark.parametrize("K", [128, 192, 256])
+@pytest.mark.parametrize("pairs", [2, 32])
+def test_the_chain_of_decode_is_of_the_provider_s_operations(K, repeat, pairs):
+    """Probabilities go from registers to their product; every operation flushes, and one of a block's additions to a lane's row sum is contracted."""
+    from isoexec.ops.attention.hopper_decode import BLOCK
+
+    text, usage, columns = chain(pairs, K, repeat)
+    products = re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n{columns}k16\.f32\.bf16\.bf16 +\{{[^}}]*\}}, *\{{", text)
+    assert len(products) == 2 * BLOCK[K] // 16 and "cp.async.bulk.tensor.2d" in text and "setmaxnreg" in text
+    lanes = 2 if repeat == 16 else 1  # rows of a thread
+    blocks_inside = 2  # the last, and one of the loop
+    assert len(re.findall(r"fma\.rn\.ftz\.f32", text)) == blocks_inside * lanes * (BLOCK[K] // 4 + 1) + lanes
+    assert len(re.findall(r"add\.ftz\.f32", text)) == blocks_inside * lanes * BLOCK[K] // 4
+    assert len(re.findall(r"ex2\.approx\.ftz\.f32", text)) == blocks_inside * lanes * (BLOCK[K] // 4 + 1)
+    assert not re.search(r"fma\.rn\.f32|(mul|ex2\.approx)\.f32|\b(atom|red)\.", text)
+    assert "LOCAL:0" in usage and "STACK:0" in usage, usage
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["few rows per expert", "many"])

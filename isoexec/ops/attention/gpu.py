@@ -2,8 +2,8 @@
 Triton form elsewhere.
 
 No split of the keys. One that is fixed in tokens would have to run in trainer, prefill and decode alike, hence in a kernel of ours, whose forward
-takes 2.4 (head size 128) to 4.8 times (256) as long as FlashAttention 3's on 4 x 2048 packed tokens of an H200. Small decode batches pay for it
-(bench/results.csv): a batch of 256 does not, one of 4 takes 1.7 to 8.6 times as long as with the provider's default number of splits.
+takes 2.4 (head size 128) to 4.8 times (256) as long as FlashAttention 3's on 4 x 2048 packed tokens of an H200. What is split, in decode batches
+too small to fill a GPU by sequences and key heads, is the execution of the one chain: see hopper_decode.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from isoexec.ops.attention import fa3
+from isoexec.ops.attention import fa3, hopper_decode
 from isoexec.ops.attention import triton as portable
 from isoexec.ops.attention import triton_backward
 from isoexec.ops.attention.triton import write_cache
@@ -78,6 +78,8 @@ def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, 
     if not T:
         return torch.zeros_like(q)
     if uses_fa3(q.device, K):
+        if longest == 1 and hopper_decode.serves(q, key_cache, value_cache, block_table):
+            return hopper_decode.attend(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, float(scale))[0]
         longest_k = block_table.shape[1] * key_cache.shape[1]
         return fa3.attend(q, key_cache, value_cache, query_start_loc, float(scale), longest_q=longest, longest_k=longest_k, seq_lens=seq_lens,
                           block_table=block_table)[0]  # fmt: skip
