@@ -26,7 +26,7 @@ def check(command: list[str], tool: str, timeout: int = 300) -> dict:
     lines = [line for line in run.stdout.splitlines() if line.startswith("=========")]
     if summaries:
         found["errors"] = sum(map(int, summaries))
-    return dict(found, status=run.returncode, summary="\n".join(lines[-1:] if found["errors"] == 0 else lines[:40]) or run.stderr[-500:])
+    return dict(found, status=run.returncode, summary="\n".join(lines[-1:] if found["errors"] == 0 else lines) or run.stderr[-500:])
 
 
 def workload():
