@@ -127,8 +127,17 @@ def test_what_more_programs_serve():
 
     assert serves() and serves(sequences=32) and not serves(sequences=33) and not serves(sequences=0)
     assert serves(width=65_000) and not serves(width=66_000)
+    assert not serves(q[:1, :2], sequences=1, width=65_537)
     assert serves(q.repeat(1, 2, 1)) and not serves(q.repeat(1, 4, 1)) and not serves(q[..., :64], cache[..., :64], cache[..., :64])
     for strides in ((16 * 512, 512, 260, 1), (16 * 512 + 16, 512, 256, 1), (16 * 512, 512, 256, 2)):
         other = cache.new_zeros(2 * 6 * 16 * 512 + 100).as_strided(cache.shape, strides)
         assert not serves(keys=other) and not serves(values=other)
     assert not serves(keys=torch.zeros(6, 24, 2, 256, dtype=torch.bfloat16))
+
+
+def test_pages_are_found_without_a_division():
+    """What `_page` multiplies by, at every size and wherever a page begins."""
+    for page in fa3.PAGE_SIZES:
+        inverse = -(-(2**34) // page)
+        at = torch.arange(0, hopper_decode.LONGEST, 16)
+        assert inverse < 2**31 and torch.equal((at >> 4 << 2) * inverse >> 32, at // page)

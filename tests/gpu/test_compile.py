@@ -256,7 +256,7 @@ def test_warps_with_roles_get_them_between_barriers(kernel):
 def test_scores_of_decode(K):
     from isoexec.ops.attention import hopper_decode
 
-    kinds = _DECODE | {"q": "*bf16", "keys": "*bf16", "scores": "*fp32", "inverse": "i64"}
+    kinds = _DECODE | {"q": "*bf16", "keys": "*bf16", "scores": "*fp32"}
     constants = dict(REPEAT=8, K=K, N=128 if K == 128 else 256, STAGES=hopper_decode._SCORE_STAGES)
     text, usage = compiled(hopper_decode.scores_kernel, constants, kinds, {}, aligned=("q_token", "q_head", "k_page", "k_token", "k_head"))
     assert len(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n64k16", text)) == constants["N"] // 16

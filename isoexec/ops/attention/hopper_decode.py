@@ -26,6 +26,7 @@ BLOCK = {128: 128, 192: 96, 256: 80}
 #: Pairs of sequence and key head up to which this form is faster than the provider's (bench/results.csv); both give the same bits.
 PAIRS = {128: 64, 192: 44, 256: 64}
 HEADS = 16  # query heads a key head, at most
+LONGEST = 1 << 20  # keys of a sequence, at most
 SCORE_BYTES = 256 << 20  # of memory for the scores, at most
 _LOG2E = 1.4426950408889634
 #: Keys that a row of scores is a multiple of: whole blocks and whole tiles of 64.
@@ -137,8 +138,8 @@ def _hide(s, keys):
 
 @gluon.jit
 def _page(key, inverse):
-    """Which page of its sequence holds ``key``; ``inverse``: 2**32 over the page's size in 16 keys, rounded up, exact below 2**28 keys."""
-    return ((key // 16).to(gl.int64) * inverse >> 32).to(gl.int32)
+    """Which page of its sequence holds ``key`` >= 0; ``inverse``: 2**30 over the page's size in 16 keys, rounded up, which is exact below LONGEST."""
+    return gl.umulhi((key >> 4) << 2, inverse)
 
 
 @gluon.jit
@@ -209,7 +210,7 @@ def scores_kernel(q, keys, scores, block_table, seq_lens, query_start_loc, q_tok
 
 @gluon.jit
 def _bring(values, wide, narrow, table, ring_one, ring_two, scores_one, scores_two, ready, free, length, blocks, page_rows, row, column, score_row,
-           page_size, REPEAT: gl.constexpr, R: gl.constexpr, N: gl.constexpr, TWO: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+           page_size, inverse, REPEAT: gl.constexpr, R: gl.constexpr, N: gl.constexpr, TWO: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The copying warp: scores and values of every block; 16 keys' values a copy, since a page is a multiple of as many."""
     BLOCK: gl.constexpr = 64 + TWO
     HEADS: gl.constexpr = 8 if REPEAT <= 8 else 16
@@ -230,11 +231,13 @@ def _bring(values, wide, narrow, table, ring_one, ring_two, scores_one, scores_t
                 tma.async_copy_global_to_shared(narrow, [score_row + 8 * half, first + 64 + CHUNK * j], full, tile)
         for j in gl.static_range(4):
             key = gl.maximum(gl.minimum(first + 16 * j, last), 0)
-            at = gl.load(table + key // page_size) * page_rows + key % page_size
+            page = _page(key, inverse)
+            at = gl.load(table + page) * page_rows + (key - page * page_size)
             tma.async_copy_global_to_shared(values, [row + at, column], full, ring_one.index(slot * 4 + j))
         for j in gl.static_range(TWO // 16):
             key = gl.maximum(gl.minimum(first + 64 + 16 * j, last), 0)
-            at = gl.load(table + key // page_size) * page_rows + key % page_size
+            page = _page(key, inverse)
+            at = gl.load(table + page) * page_rows + (key - page * page_size)
             tma.async_copy_global_to_shared(values, [row + at, column], full, ring_two.index(slot * (TWO // 16) + j))
 
 
@@ -301,9 +304,9 @@ def _chain_of_blocks(out, lse, ring_one, ring_two, scores_one, scores_two, ready
         gl.store(lse + (first_head + row).to(gl.int64) * tokens + token, gl.where(length > 0, found, float("-inf")), mask=row < REPEAT)
 
 
-@gluon.jit(do_not_specialize=["tokens", "page_rows", "head_rows", "head_columns", "table_row", "page_size", "G"])
+@gluon.jit(do_not_specialize=["tokens", "page_rows", "head_rows", "head_columns", "table_row", "page_size", "inverse", "G"])
 def chain_kernel(wide, narrow, values, out, lse, block_table, seq_lens, query_start_loc, scale, tokens, page_rows, head_rows, head_columns, table_row,
-                 page_size, G, REPEAT: gl.constexpr, R: gl.constexpr, K: gl.constexpr, N: gl.constexpr, TWO: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                 page_size, inverse, G, REPEAT: gl.constexpr, R: gl.constexpr, K: gl.constexpr, N: gl.constexpr, TWO: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Program (slice of N channels, sequence and key head): the chain of blocks of 64 + TWO keys. ``scale``: of base-two exponents.
 
     Tensor descriptors: wide and narrow of the scores [B * G * REPEAT, bound] in blocks of 8 rows, values of the cache's rows in blocks of 16 keys.
@@ -332,7 +335,8 @@ def chain_kernel(wide, narrow, values, out, lse, block_table, seq_lens, query_st
                 (_chain_of_blocks, (out, lse, ring_one, ring_two, scores_one, scores_two, ready, free, length, blocks, scale, token, tokens, g * REPEAT,
                                     G * REPEAT, part, REPEAT, R, K, N, TWO, STAGES)),
                 (_bring, (values, wide, narrow, block_table + b * table_row, ring_one, ring_two, scores_one, scores_two, ready, free, length, blocks,
-                          page_rows, g * head_rows, g * head_columns + part * N, gl.program_id(1) * REPEAT, page_size, REPEAT, R, N, TWO, STAGES)),
+                          page_rows, g * head_rows, g * head_columns + part * N, gl.program_id(1) * REPEAT, page_size, inverse, REPEAT, R, N, TWO,
+                          STAGES)),
             ],
             [1],
             [24],
@@ -344,8 +348,9 @@ def serves(q, key_cache, value_cache, block_table) -> bool:
     (_, H, K), (_, page, G, _), B = q.shape, key_cache.shape, block_table.shape[0]
     if K not in BLOCK or page not in PAGE_SIZES or H // G > HEADS or not 0 < B * G <= PAIRS[K] or q.stride(2) != 1:
         return False
-    scores = B * H * (block_table.shape[1] * page + _WHOLE[K]) * 4
-    return scores <= SCORE_BYTES and all(map(_reachable, (key_cache, value_cache)))
+    longest = block_table.shape[1] * page
+    scores = B * H * (longest + _WHOLE[K]) * 4
+    return longest <= LONGEST and scores <= SCORE_BYTES and all(map(_reachable, (key_cache, value_cache)))
 
 
 def _reachable(cache) -> bool:
@@ -395,14 +400,15 @@ def attend(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, sc
     scores = torch.empty(B * G * repeat, bound, dtype=torch.float32, device=q.device)
     out, lse = torch.empty(T, H, K, dtype=q.dtype, device=q.device), torch.empty(H, T, dtype=torch.float32, device=q.device)
     lengths = block_table, seq_lens, query_start_loc
+    pages = block_table.stride(0), page, -(-(2**34) // page)
     scores_kernel[parts, B * G](
-        q, key_cache, scores, *lengths, *q.stride()[:2], *key_cache.stride()[:3], block_table.stride(0), page, -(-(2**36) // page), bound, G, repeat,
-        K, power_of_two(K), _SCORE_STAGES, num_warps=4, **COMPILE,
+        q, key_cache, scores, *lengths, *q.stride()[:2], *key_cache.stride()[:3], *pages, bound, G, repeat, K,
+        power_of_two(K), _SCORE_STAGES, num_warps=4, **COMPILE,
     )  # fmt: skip
     wide, narrow = (_descriptor(scores, scores.shape, scores.stride(), [8, n]) for n in (32, min(BLOCK[K] - 64, 32)))
     values, *steps = _rows(value_cache, columns)
     chain_kernel[K // columns, B * G](
-        wide, narrow, values, out, lse, *lengths, _exponent_scale(scale), T, *steps, block_table.stride(0), page, G, repeat,
+        wide, narrow, values, out, lse, *lengths, _exponent_scale(scale), T, *steps, *pages, G, repeat,
         32 if repeat <= 8 else 64, K, columns, BLOCK[K] - 64, stages, num_warps=4, maxnreg=_REGISTERS, **COMPILE,
     )  # fmt: skip
     return out, lse
