@@ -252,6 +252,15 @@ def test_warps_with_roles_get_them_between_barriers(kernel):
     assert broken.count(False) >= 5, "a barrier left out shows"
 
 
+@pytest.mark.parametrize("tile", range(5))
+def test_one_thread_arrives_for_a_warpgroup_once_a_barrier_among_it_has_passed(tile):
+    """So what its threads stored, and the tiles they read, lie before the arrival that others wait for; racecheck does not follow that."""
+    text, _ = tree_product(8, "bf16", tile)
+    arrival = r"mbarrier\.arrive\.shared"
+    after_a_barrier = rf"bar\.sync[^\n]*\n(?:\s*(?://|\.loc)[^\n]*\n|\s*(?:setp|and|selp|add|shl)\.[^\n]*\n)*\s*@\S+ {arrival}"
+    assert len(re.findall(after_a_barrier, text)) == len(re.findall(arrival, text)) >= 4
+
+
 @pytest.mark.parametrize("K", [128, 192, 256])
 def test_scores_of_decode(K):
     from isoexec.ops.attention import hopper_decode
