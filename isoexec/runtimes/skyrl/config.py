@@ -300,7 +300,8 @@ def _check_contract_arm(config: TrainConfig) -> None:
             f"{trainer.algorithm.temperature}; leave it out"
         )
     _one_of("generator.sampling_params.logprobs", generator.sampling_params.logprobs, (0, 1), "the engine's logprobs are compared")
-    _one_of("generator.inference_engine.enforce_eager", generator.inference_engine.enforce_eager, (True,))
+    if not uses_gpus():
+        _one_of("generator.inference_engine.enforce_eager", generator.inference_engine.enforce_eager, (True,), "only a GPU has graphs")
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
         _one_of(
             f"generator.inference_engine.{name}", getattr(generator.inference_engine, name), (1,),

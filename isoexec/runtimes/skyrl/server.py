@@ -13,7 +13,7 @@ from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMS
 from isoexec.contract import Numerics, active_contract
 from isoexec.contract.build import read_config
 from isoexec.runtimes.skyrl.config import TrainConfig, uses_gpus
-from isoexec.runtimes.vllm import cache_size
+from isoexec.runtimes.vllm import cache_size, graphs
 from isoexec.runtimes.vllm.engine import register_model
 
 EXTENSION = "isoexec.runtimes.skyrl.extension.EngineExtension"
@@ -67,6 +67,8 @@ def engine_arguments(config: TrainConfig) -> Namespace:
         wanted["language_model_only"] = True
     if "linear_attention" in model.get("text_config", model).get("layer_types", ()):
         wanted["mamba_ssm_cache_dtype"] = "float32"
+    if active_contract() is not None and not args.enforce_eager:
+        wanted |= graphs.arguments(args.max_num_seqs)
     given = config.generator.inference_engine.engine_init_kwargs
     wanted = {name: value for name, value in wanted.items() if name not in given}
     vars(args).update(wanted)
