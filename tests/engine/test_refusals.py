@@ -65,6 +65,30 @@ def test_captured_steps(architecture):
             check(**change)
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_training_run_s_engine_on_a_gpu(made, tmp_path, monkeypatch, eager):
+    """The recipes' engine captures decode steps in the form that the contract allows; vLLM's own arguments take it."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from isoexec.contract import CONTRACT_VARIABLE
+    from isoexec.runtimes.skyrl import config, server
+    from tests.skyrl.small_run import small_config
+
+    for module in (config, server):
+        monkeypatch.setattr(module, "uses_gpus", lambda: True)
+    model, contract = made("Qwen3ForCausalLM")
+    monkeypatch.setenv(CONTRACT_VARIABLE, contract)
+    changes = [f"generator.inference_engine.enforce_eager={str(eager).lower()}", "generator.inference_engine.max_num_seqs=24"]
+    run = config.resolve(small_config(model, tmp_path, changes))
+    args = AsyncEngineArgs.from_cli_args(server.engine_arguments(run))
+    assert args.enforce_eager == eager
+    if not eager:
+        graphs = args.compilation_config
+        assert graphs.cudagraph_capture_sizes == [1, 2, 4, 8, 16, 24]
+        found = SimpleNamespace(model_config=args, compilation_config=graphs)
+        settings._check_graphs(ExecutionContract("Qwen3ForCausalLM", "cuda", Numerics()), found)
+
+
 @pytest.mark.parametrize(
     ("entries", "name"),
     [
