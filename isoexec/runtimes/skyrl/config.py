@@ -139,14 +139,14 @@ def _fit(config: TrainConfig) -> None:
         trainer.enable_ray_gpu_monitor = engine.enable_ray_prometheus_stats = False
     if engine.tensor_parallel_size == engine.pipeline_parallel_size == 1:
         engine.distributed_executor_backend = "mp"  # its one worker lives in the engine's process
+    if own.arm == "native":  # upstream's attention without Transformer Engine takes no packed sequences
+        trainer.remove_microbatch_padding = False
     if uses_gpus():
         return
     trainer.use_expandable_segments = engine.use_expandable_segments = False
     trainer.enable_ray_gpu_monitor = engine.enable_ray_prometheus_stats = False
     engine.distributed_executor_backend = "mp"
     trainer.policy.megatron_config.ddp_config.average_in_collective = False  # gloo has no averaging reduction
-    if own.arm == "native":  # upstream's attention without Transformer Engine takes no packed sequences
-        trainer.remove_microbatch_padding = False
 
 
 _DEFAULTS = TrainerConfig()
