@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -123,6 +124,8 @@ def _run(config, begin=lambda: None) -> int:
 def _trace(mismatch: Path) -> None:
     """Name the first different bit, once the run's processes are gone; where that fails, the mismatch is said all the same."""
     command = [sys.executable, "-m", "isoexec.cli", "trace", "run", "--mismatch", str(mismatch), "--out", str(mismatch)]
+    if json.loads((mismatch / "mismatch.json").read_text(encoding="utf-8"))["captured"]:
+        command += ["--cuda-graphs", "--level", "ops"]
     status = subprocess.run([*command, "--html", str(mismatch / "trace.html")], check=False, stdin=subprocess.DEVNULL).returncode
     if status not in (0, 1):
         print(f"isoexec: the mismatch was not traced (status {status}); by hand: {' '.join(command[1:])}", file=sys.stderr)

@@ -66,6 +66,32 @@ def test_captured_steps(architecture):
 
 
 @pytest.mark.parametrize(
+    ("eager", "sequences", "sizes"), [(False, 24, [1, 2, 4, 8, 16, 24]), (False, 1024, [1 << n for n in range(10)]), (True, 24, None)]
+)
+def test_a_training_run_s_engine_on_a_gpu(made, tmp_path, monkeypatch, eager, sequences, sizes):
+    """The recipes' engine captures decode steps in the form that the contract allows; vLLM's own arguments take it."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from isoexec.contract import CONTRACT_VARIABLE
+    from isoexec.runtimes.skyrl import config, server
+    from tests.skyrl.small_run import small_config
+
+    for module in (config, server):
+        monkeypatch.setattr(module, "uses_gpus", lambda: True)
+    model, contract = made("Qwen3ForCausalLM")
+    monkeypatch.setenv(CONTRACT_VARIABLE, contract)
+    changes = [f"enforce_eager={str(eager).lower()}", f"max_num_seqs={sequences}"]
+    run = config.resolve(small_config(model, tmp_path, [f"generator.inference_engine.{change}" for change in changes]))
+    args = AsyncEngineArgs.from_cli_args(server.engine_arguments(run))
+    assert args.enforce_eager == eager
+    if not eager:
+        graphs = args.compilation_config
+        assert graphs.cudagraph_capture_sizes == sizes
+        found = SimpleNamespace(model_config=args, compilation_config=graphs)
+        settings._check_graphs(ExecutionContract("Qwen3ForCausalLM", "cuda", Numerics()), found)
+
+
+@pytest.mark.parametrize(
     ("entries", "name"),
     [
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}, "rope_parameters.rope_type"),

@@ -1,5 +1,8 @@
 """``isoexec train``: words, printing, and bad input as one line with exit status 2."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -106,3 +109,17 @@ def test_a_folder_that_cannot_be_made_is_named(capsys, tmp_path):
     (tmp_path / "file").touch()
     status, _, text = run(capsys, "tiny", f"isoexec.out={tmp_path / 'file' / 'out'}")
     assert status == 2 and "isoexec.out" in text and "name a folder that can be written to" in text
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_mismatch_is_traced_as_it_was_sampled(tmp_path, monkeypatch, captured):
+    from isoexec.train import launch
+
+    (tmp_path / "mismatch.json").write_text(json.dumps({"captured": captured}))
+    called = []
+    monkeypatch.setattr(launch.subprocess, "run", lambda words, **_: called.append(words) or SimpleNamespace(returncode=1))
+    launch._trace(tmp_path)
+    (words,) = called
+    options = cli._options(words[words.index("trace") :])
+    assert options.mismatch == tmp_path and options.html == tmp_path / "trace.html"
+    assert (options.cuda_graphs, options.level) == ((True, "ops") if captured else (False, "state"))

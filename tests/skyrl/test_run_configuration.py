@@ -25,9 +25,15 @@ def test_a_configuration_is_fitted_to_the_machine(config, tmp_path):
     assert found.trainer.seed == found.isoexec.seed == 7
     assert found.trainer.ckpt_path == str(tmp_path / "out/checkpoints") and found.trainer.algorithm.temperature == 0.7
     assert found.trainer.remove_microbatch_padding
+    assert not resolve(config("isoexec.arm=native")).trainer.remove_microbatch_padding
     if not torch.cuda.is_available():
         assert not found.trainer.flash_attn and not found.generator.inference_engine.enable_ray_prometheus_stats
-        assert not resolve(config("isoexec.arm=native")).trainer.remove_microbatch_padding
+
+
+def test_the_native_arm_packs_nothing_on_a_gpu_either(config, monkeypatch):
+    monkeypatch.setattr("isoexec.runtimes.skyrl.config.uses_gpus", lambda: True)
+    assert not resolve(config("isoexec.arm=native")).trainer.remove_microbatch_padding
+    assert resolve(config()).trainer.remove_microbatch_padding
 
 
 @pytest.mark.parametrize(

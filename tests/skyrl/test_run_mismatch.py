@@ -117,7 +117,10 @@ def compared(monkeypatch, tmp_path):
         trainer._own = IsoExecConfig(out=str(tmp_path), **section)
         trainer.all_metrics, trainer.global_step, trainer._exported = {}, 5, False
         trainer.cfg = OmegaConf.create(
-            {"generator": {"sampling_params": {"temperature": 0.7}}, "trainer": {"placement": {"colocate_all": True}}}
+            {
+                "generator": {"sampling_params": {"temperature": 0.7}, "inference_engine": {"enforce_eager": False}},
+                "trainer": {"placement": {"colocate_all": True}},
+            }
         )
         trainer.tokenizer, trainer.inference_engine_client = None, Engine(6)
         trainer.dispatch = SimpleNamespace(save_hf_model=lambda model, folder, tokenizer: (Path(folder) / model).mkdir(parents=True))
@@ -137,7 +140,7 @@ def test_a_differing_token_stops_the_run(compared, tmp_path):
     assert (bundle["step"], bundle["weight_version"], bundle["sequence"]) == (5, 6, 1)
     assert bundle["seed"] == sample_seed(None, "train", 5, "7", 1)
     assert (folder / "engine.safetensors").read_text() == "isoexec_save_weights" and (folder / "trainer/policy").is_dir()
-    assert (folder / "contract.json").read_text() == "{}" and bundle["engine_slept"] is False
+    assert (folder / "contract.json").read_text() == "{}" and bundle["engine_slept"] is False and bundle["captured"]
 
 
 def test_an_engine_that_sleeps_is_not_asked_for_the_weights_that_it_gave_up(compared, tmp_path, monkeypatch):

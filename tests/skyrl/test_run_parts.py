@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -248,3 +250,25 @@ def test_batches_of_which_no_group_is_kept_are_sampled_again():
         trainer.handle_dynamic_sampling(batch(0.0, 0.0, 1.0, 1.0), uids)
     with pytest.raises(NothingToLearn, match="step 3: 5 batches.*max_sample_batches"):
         trainer.handle_dynamic_sampling(batch(0.0, 0.0, 1.0, 1.0), uids)
+
+
+@pytest.mark.parametrize(("ending", "status"), [(False, 1), (True, 0)])
+def test_a_process_ends_with_what_it_cannot_do_without(ending, status):
+    program = f"""
+import subprocess, sys, threading, time
+import psutil
+from isoexec.runtimes.skyrl import follow
+
+follow._SECONDS = 0.05
+child, meant = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE), threading.Event()
+follow.end_with([psutil.Process(child.pid)], meant)
+time.sleep(0.3)  # it lives, and so does this process
+print("both", flush=True)
+if {ending}:
+    meant.set()
+child.kill()
+time.sleep(1 if {ending} else 30)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=25)
+    assert (run.returncode, run.stdout) == (status, "both\n"), run.stderr
+    assert ("cannot do without" in run.stderr) is not ending

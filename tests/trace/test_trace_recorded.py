@@ -28,7 +28,7 @@ def whole(tmp_path_factory):
     save_file(load_file(model / "model.safetensors"), folder / "engine.safetensors")
     (folder / "contract.json").write_text(contract_for_model(model, "cpu").to_json())
     found = {"step": 4, "weight_version": 3, "sequence": 6, "temperature": 0.7, "seed": 11, "tokens": TOKENS, "prompt_tokens": 3}
-    found["engine_slept"] = False
+    found |= {"engine_slept": False, "captured": False}
     (folder / "mismatch.json").write_text(json.dumps(found))
     return folder, weight
 
@@ -71,7 +71,7 @@ def test_an_engine_that_slept_runs_on_the_trainer_s_weights_and_that_is_said(rec
     assert slept.model == slept.trainer_model == folder.resolve() / "trainer" and slept.engine_slept
 
     def notes(verdict, other_tokens):
-        state = SimpleNamespace(engine_slept=True, repeats=True, other_tokens=other_tokens)
+        state = SimpleNamespace(engine_slept=True, repeats=True, other_tokens=other_tokens, captured=False)
         return session._notes(SimpleNamespace(verdict=verdict), state)
 
     assert [len(notes("divergent", False)), len(notes("identical", False)), len(notes("identical", True))] == [1, 2, 2]
@@ -79,3 +79,14 @@ def test_an_engine_that_slept_runs_on_the_trainer_s_weights_and_that_is_said(rec
     shutil.rmtree(folder / "trainer")
     with pytest.raises(ContractError, match="expected a run's mismatch-<step>"):
         session._recorded_batch(folder, tmp_path / "lost")
+
+
+@pytest.mark.parametrize(("captures", "said"), [(False, 1), (True, 0)])
+def test_a_trace_of_eager_steps_says_that_the_run_s_were_captured(recorded, tmp_path, captures, said):
+    folder, _ = recorded
+    found = json.loads((folder / "mismatch.json").read_text())
+    (folder / "mismatch.json").write_text(json.dumps(found | {"captured": True}))
+    assert session._recorded_batch(folder, tmp_path).captured
+    state = SimpleNamespace(engine_slept=False, repeats=True, other_tokens=False, captured=True, captures=captures)
+    notes = session._notes(SimpleNamespace(verdict="divergent"), state)
+    assert len(notes) == said and all("--cuda-graphs --level ops" in note for note in notes)

@@ -139,14 +139,14 @@ def _fit(config: TrainConfig) -> None:
         trainer.enable_ray_gpu_monitor = engine.enable_ray_prometheus_stats = False
     if engine.tensor_parallel_size == engine.pipeline_parallel_size == 1:
         engine.distributed_executor_backend = "mp"  # its one worker lives in the engine's process
+    if own.arm == "native":  # upstream's attention without Transformer Engine takes no packed sequences
+        trainer.remove_microbatch_padding = False
     if uses_gpus():
         return
     trainer.use_expandable_segments = engine.use_expandable_segments = False
     trainer.enable_ray_gpu_monitor = engine.enable_ray_prometheus_stats = False
     engine.distributed_executor_backend = "mp"
     trainer.policy.megatron_config.ddp_config.average_in_collective = False  # gloo has no averaging reduction
-    if own.arm == "native":  # upstream's attention without Transformer Engine takes no packed sequences
-        trainer.remove_microbatch_padding = False
 
 
 _DEFAULTS = TrainerConfig()
@@ -300,7 +300,8 @@ def _check_contract_arm(config: TrainConfig) -> None:
             f"{trainer.algorithm.temperature}; leave it out"
         )
     _one_of("generator.sampling_params.logprobs", generator.sampling_params.logprobs, (0, 1), "the engine's logprobs are compared")
-    _one_of("generator.inference_engine.enforce_eager", generator.inference_engine.enforce_eager, (True,))
+    if not uses_gpus():
+        _one_of("generator.inference_engine.enforce_eager", generator.inference_engine.enforce_eager, (True,), "only a GPU has graphs")
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
         _one_of(
             f"generator.inference_engine.{name}", getattr(generator.inference_engine, name), (1,),

@@ -15,8 +15,8 @@ from isoexec.contract import ContractError
 from isoexec.runtimes.handshake import check_process_served, process_identity
 from isoexec.runtimes.skyrl import ipc
 from isoexec.runtimes.skyrl.tensors import read_tensors, write_tensors
-from isoexec.runtimes.vllm import weights
-from isoexec.runtimes.vllm.engine import replace_weights
+from isoexec.runtimes.vllm import graphs, weights
+from isoexec.runtimes.vllm.engine import load_in_place, replace_weights
 
 
 def _answering(method):
@@ -66,12 +66,12 @@ class EngineExtension(NewInferenceWorkerWrap):
 
     @_answering
     def isoexec_check_served(self) -> dict:
-        """``{"served": calls by case}`` of a process that has sampled.
+        """``{"served": calls by case, "replayed": captured decode steps so far}`` of a process that has sampled.
 
         Raises:
             ContractError: an op ran undeclared, did not run, or ran other code than the contract names.
         """
-        return {"served": check_process_served()}
+        return {"served": check_process_served(), "replayed": sum(graphs.replays().values())}
 
     @_answering
     def isoexec_load_weights(self, path: str) -> dict:
@@ -95,12 +95,12 @@ class EngineExtension(NewInferenceWorkerWrap):
             shared: of :func:`isoexec.runtimes.skyrl.ipc.share`, by GPU.
 
         Raises:
-            ContractError: no policy rank has this GPU.
+            ContractError: no policy rank has this GPU, or a parameter has moved.
         """
         if ipc.gpu() not in shared:
             raise ContractError(f"weight sync: expected a policy rank on GPU {ipc.gpu()}, found {', '.join(shared)}; colocate them")
         self._received = getattr(self, "_received", set())
-        self._received |= self.model_runner.get_model().load_weights(ipc.unpack(entries, ipc.opened(shared[ipc.gpu()])))
+        self._received |= load_in_place(self.model_runner.get_model(), ipc.unpack(entries, ipc.opened(shared[ipc.gpu()])))
         torch.cuda.synchronize()  # read, before the owner hears that it may be freed
         return {}
 

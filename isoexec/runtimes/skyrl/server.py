@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from argparse import Namespace
 
 import psutil
@@ -13,12 +14,14 @@ from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMS
 from isoexec.contract import Numerics, active_contract
 from isoexec.contract.build import read_config
 from isoexec.runtimes.skyrl.config import TrainConfig, uses_gpus
-from isoexec.runtimes.vllm import cache_size
+from isoexec.runtimes.skyrl.follow import end_with
+from isoexec.runtimes.vllm import cache_size, graphs
 from isoexec.runtimes.vllm.engine import register_model
 
 EXTENSION = "isoexec.runtimes.skyrl.extension.EngineExtension"
 EXECUTOR = "isoexec.runtimes.skyrl.executor.LoneExecutor"
 _BLOCK = 32  # tokens
+_CORE = "EngineCore"  # in the title that vLLM gives the process
 #: What SkyRL's server allows in its own process and its children's: objects that are unpickled, which CUDA IPC handles need, and adapters
 #: loaded on request.
 _ALLOWED_BY_UPSTREAM = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
@@ -39,9 +42,22 @@ class Server(VLLMServerActor):
         if self._num_gpus_per_server == 1 and self._use_mp_backend:
             self._cli_args.distributed_executor_backend = EXECUTOR  # the worker lives in the engine's process: one import of vLLM less
         register_model(read_config(config.trainer.policy.model.path))
+        self._ending = threading.Event()
+
+    async def start(self):
+        """As upstream. From then on this process ends with its engine cores: vLLM fails the requests that a core is computing, but a call
+        that waits for a core's answer, such as the first request and every weight sync make, would wait for ever.
+        """
+        info = await super().start()
+        cores = [child for child in psutil.Process().children(recursive=True) if _CORE in " ".join(child.cmdline())]
+        if not cores:
+            raise RuntimeError(f"the server is up, but none of its child processes has {_CORE} in its title, as vLLM's engine cores have")
+        end_with(cores, self._ending)
+        return info
 
     async def shutdown(self) -> None:
         """End the server and the engine processes that it started."""
+        self._ending.set()
         children = psutil.Process().children(recursive=True)
         await super().shutdown()
         for child in children:
@@ -67,6 +83,8 @@ def engine_arguments(config: TrainConfig) -> Namespace:
         wanted["language_model_only"] = True
     if "linear_attention" in model.get("text_config", model).get("layer_types", ()):
         wanted["mamba_ssm_cache_dtype"] = "float32"
+    if active_contract() is not None and not args.enforce_eager:
+        wanted |= graphs.arguments(args.max_num_seqs)
     given = config.generator.inference_engine.engine_init_kwargs
     wanted = {name: value for name, value in wanted.items() if name not in given}
     vars(args).update(wanted)

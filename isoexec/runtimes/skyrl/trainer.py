@@ -197,6 +197,7 @@ class Trainer(RayPPOTrainer):
             temperature=self.cfg.generator.sampling_params.temperature,
             seed=self._seed_of(batch.metadata["uids"], found.first[0]),
             engine_slept=self._engines_sleep,
+            captured=not self.cfg.generator.inference_engine.enforce_eager,
         )
         if not self._exported:  # of a run that goes on, the first is enough
             self._export(folder)

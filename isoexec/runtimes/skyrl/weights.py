@@ -50,6 +50,7 @@ class Sync:
     def __init__(self, worker):
         self.worker = worker
         self._syncs = 0
+        self._replayed = 0  # captured decode steps of all engines, when they were asked last
 
     async def begin(self, client, engine_config) -> None:
         """Once, before the first sync."""
@@ -69,7 +70,8 @@ class Sync:
             done = time.perf_counter()
             if found:
                 parts = {"handshake": shaken - began, "transfer": sent - shaken, "flush": flushed - sent, "comparison": done - flushed}
-                logger.info("; ".join((found, ", ".join(f"{name} {seconds:.4f} s" for name, seconds in parts.items()))))
+                replayed = f"{self._replayed} captured decode steps replayed so far"
+                logger.info("; ".join((found, ", ".join(f"{name} {seconds:.4f} s" for name, seconds in parts.items()), replayed)))
             self._syncs += 1
             dist.barrier()
         finally:
@@ -93,7 +95,7 @@ class Sync:
         for difference in handshake(self.worker.contract, identities):
             logger.info(f"the processes differ in what moves no bit: {difference}")
         if self._syncs:  # before the first sync no engine has sampled
-            await client.call("isoexec_check_served")
+            self._replayed = sum(found["replayed"] for found in await client.call("isoexec_check_served"))
 
     async def _flush_and_compare(self, client) -> tuple[str, float]:
         """Forget what the old weights computed, and refuse to go on where an engine does not hold the policy's weights, in the contract's

@@ -343,16 +343,30 @@ def replace_weights(runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None
         runner.reload_weights(weights_iterator=tensors)
         return
     model = runner.get_model()
-    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    missing = places.keys() - model.load_weights(tensors)
+    missing = {name for name, _ in model.named_parameters()} - load_in_place(model, tensors)
     if missing:
         raise ValueError(f"weights: no values for {sorted(missing)}; the model now mixes old and new ones: load a whole checkpoint")
+
+
+def load_in_place(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Load new values into some of a vLLM model's parameters; the names of those that were.
+
+    Args:
+        model: the model of a vLLM model runner.
+        tensors: (HF name, tensor).
+
+    Raises:
+        ContractError: a parameter has moved: captured steps would go on with the old values.
+    """
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    loaded = model.load_weights(tensors)
     moved = [name for name, parameter in model.named_parameters() if parameter.data_ptr() != places.get(name)]
     if moved:
         raise ContractError(
             f"weights: {moved[0]}: expected its new values where the old ones lay, found them elsewhere (so are {len(moved)} of "
             f"{len(places)}): captured steps read the old ones; let the layer's loader copy into its parameter"
         )
+    return loaded
 
 
 def register_model(config: dict) -> None:

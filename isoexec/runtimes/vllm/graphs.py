@@ -42,7 +42,8 @@ class _Nobody:
 
 def arguments(max_num_seqs: int) -> dict:
     """Arguments of ``vllm.LLM`` for captured decode steps of up to ``max_num_seqs`` sequences, without compilation."""
-    sizes = [1 << n for n in range(_LARGEST.bit_length()) if 1 << n < max_num_seqs] + [min(max_num_seqs, _LARGEST)]
+    largest = min(max_num_seqs, _LARGEST)
+    sizes = [1 << n for n in range(_LARGEST.bit_length()) if 1 << n < largest] + [largest]
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
     graphs["cudagraph_num_of_warmups"] = 1  # kernels are compiled and loaded at first use, which a capture does not allow
     return {"enforce_eager": False, "compilation_config": graphs}

@@ -56,6 +56,8 @@ def _notes(found: Report, session: _Session) -> list[str]:
     notes = []
     if session.engine_slept:
         notes.append("the engine slept when the mismatch was found: it ran on the trainer's weights here, which the last sync gave it")
+    if session.captured and not session.captures:
+        notes.append("the run's decode steps were replays of CUDA graphs, and these were not: --cuda-graphs --level ops captures them")
     if session.other_tokens:
         notes.append("the engine sampled other tokens this time than in the run")
     elif session.repeats and found.verdict == "identical":
@@ -78,6 +80,7 @@ class _Batch:
         recorded: tokens that were sampled when the mismatch was found, by prompt; None where nothing is repeated.
         about: JSON values for the bundle.
         engine_slept: the engine had given its weights up when the mismatch was found: it has the trainer's here.
+        captured: the engine's decode steps were replays of CUDA graphs when the mismatch was found.
     """
 
     model: Path
@@ -92,6 +95,7 @@ class _Batch:
     recorded: list[list[int]] | None
     about: dict
     engine_slept: bool = False
+    captured: bool = False
 
 
 def _made_batch(options, work: Path) -> _Batch:
@@ -147,6 +151,7 @@ def _recorded_batch(folder: Path, work: Path) -> _Batch:
             [tokens[start:]],
             {"mismatch": folder.name, "step": found["step"], "weight version": found["weight_version"], "sequence": found["sequence"]},
             found["engine_slept"],
+            found["captured"],
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ContractError(
@@ -193,6 +198,16 @@ class _Session:
     def engine_slept(self) -> bool:
         """Whether the engine's own weights were gone, and it has the trainer's."""
         return self._batch.engine_slept
+
+    @property
+    def captured(self) -> bool:
+        """Whether the decode steps of the run that is repeated were captured."""
+        return self._batch.captured
+
+    @property
+    def captures(self) -> bool:
+        """Whether the decode steps of this session are."""
+        return self._options.cuda_graphs
 
     @property
     def other_tokens(self) -> bool:
