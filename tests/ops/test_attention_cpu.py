@@ -202,7 +202,7 @@ def test_padding_rows_and_slots():
     assert_bit_equal(paged.key_cache, before, "cache")
     padded = torch.cat([q, torch.full((4, H, K), torch.nan)])
     out = attention.paged(
-        padded, paged.key_cache, paged.value_cache, paged.table, torch.tensor([20]), starts, scale=SCALE, kv_block=BLOCK
+        padded, paged.key_cache, paged.value_cache, paged.table, torch.tensor([20], dtype=torch.int32), starts, scale=SCALE, kv_block=BLOCK
     )
     same_bits(out[:20], packed(*batch), "padded batch")
     assert (out[20:] == 0).all()
@@ -217,7 +217,7 @@ def test_slots_beyond_int32_elements():
     q, k, v, starts = (x.bfloat16() if x.is_floating_point() else x for x in qkv([9], 8, groups, size))
     last = pages - 1
     attention.write_cache(k, v, *caches, last * page_size + torch.arange(9))
-    out = attention.paged(q, *caches, torch.tensor([[last]]), torch.tensor([9]), starts, scale=SCALE, kv_block=BLOCK)
+    out = attention.paged(q, *caches, torch.tensor([[last]]).int(), torch.tensor([9]).int(), starts, scale=SCALE, kv_block=BLOCK)
     same_bits(out, packed(q, k, v, starts), "last page")
 
 

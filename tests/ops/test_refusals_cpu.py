@@ -39,6 +39,11 @@ CALLS = {
     "rope.rope_table": (rope.rope_table, dict(positions=IDS), dict(rotary_dim=4, theta=1e4)),
     "rope.apply_rope": (rope.apply_rope, dict(x=bf16(3, 2, 4), cos=fp32(3, 2), sin=fp32(3, 2)), {}),
     "attention.varlen": (attention.varlen, dict(q=bf16(3, 2, 4), k=bf16(3, 1, 4), v=bf16(3, 1, 4), cu_seqlens=CU), SETTINGS),
+    "attention.paged": (
+        attention.paged,
+        dict(q=bf16(3, 2, 4), key_cache=bf16(2, 16, 1, 4), value_cache=bf16(2, 16, 1, 4), block_table=CU[None], seq_lens=CU[1:], query_start_loc=CU),
+        SETTINGS,
+    ),
     "logprob.scale_by_temperature": (logprob.scale_by_temperature, dict(logits=fp32(3, 8), temperature=fp32(3)), {}),
     "logprob.log_softmax": (logprob.log_softmax, dict(logits=fp32(3, 8)), SIZES),
     "logprob.token_logprob": (logprob.token_logprob, dict(logits=fp32(3, 8), tokens=IDS), SIZES),
@@ -56,8 +61,6 @@ def test_another_dtype_is_refused(op):
     """Each operand in turn; fp32 ones are taken inside `before_rounding` alone."""
     call(op)
     for name, x in CALLS[op][1].items():
-        if name == "cu_seqlens":
-            continue
         for dtype in {torch.float64, torch.float16, torch.float32} - ({torch.float32} if x.dtype == torch.float32 else set()):
             with pytest.raises(ContractError, match=rf"op {op}: {name}: expected torch.*, found {dtype}"):
                 call(op, **{name: x.to(dtype)})
@@ -71,7 +74,7 @@ def test_another_dtype_is_refused(op):
 def test_what_is_no_tensor_is_refused(op):
     names = list(CALLS[op][1])
     for name in names[1:]:
-        if name != "cu_seqlens" and not (op == "matmul.linear" and name == "bias"):
+        if (op, name) != ("matmul.linear", "bias"):
             with pytest.raises(ContractError, match=rf"op {op}: {name}: expected a tensor of torch.*, found float 0.7"):
                 call(op, **{name: 0.7})
 
@@ -95,6 +98,12 @@ OTHER_SHAPES = [
     ("rope.apply_rope", dict(cos=fp32(3, 3), sin=fp32(3, 3)), "at most 2 angles for heads of 4 channels, found 3"),
     ("attention.varlen", dict(k=bf16(2, 1, 4)), r"k: expected shape \[3, G, 4\], found \[2, 1, 4\]"),
     ("attention.varlen", dict(v=bf16(3, 2, 4)), r"v: expected shape \[3, 1, 4\], found \[3, 2, 4\]"),
+    ("attention.varlen", dict(cu_seqlens=CU[None]), r"cu_seqlens: expected shape \[B \+ 1\], found \[1, 2\]"),
+    ("attention.varlen", dict(cu_seqlens=CU.long()), "cu_seqlens: expected torch.int32, found torch.int64"),
+    ("attention.paged", dict(block_table=CU), r"block_table: expected shape \[B, max_pages\], found \[2\]"),
+    ("attention.paged", dict(block_table=CU[None].long()), "block_table: expected torch.int32, found torch.int64"),
+    ("attention.paged", dict(seq_lens=CU), r"seq_lens: expected shape \[1\], found \[2\]"),
+    ("attention.paged", dict(query_start_loc=CU[:1]), r"query_start_loc: expected shape \[2\], found \[1\]"),
     ("logprob.scale_by_temperature", dict(temperature=fp32(2)), r"temperature: expected a scalar or \[3\], found shape \[2\]"),
     ("logprob.log_softmax", dict(logits=fp32(8)), r"logits: expected shape \[T, V\], found \[8\]"),
     ("logprob.token_logprob", dict(tokens=IDS[:2]), r"tokens: expected shape \[3\], found \[2\]"),
