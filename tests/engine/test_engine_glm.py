@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 import variants
 from bitwise import same
 from variants import sample
@@ -14,11 +17,46 @@ from isoexec.ops._core.bits import assert_bit_equal
 ARCHITECTURE = "Glm4MoeLiteForCausalLM"
 
 
+class Bounds(list):
+    """(bound that a call of paged attention was given, new tokens of each of its sequences)."""
+
+    def before(self, declaration, args, kwargs):
+        if declaration.name == "attention.paged":
+            self.append((kwargs.get("longest"), args[5].diff().tolist()))
+
+    def after(self, seen, result):
+        pass
+
+    def begin(self, *rows):
+        pass
+
+    select = idle = begin
+
+
+def test_a_bound_that_leaves_rows_out_is_refused():
+    from isoexec.runtimes.vllm.attention import MetadataBuilder
+
+    step = SimpleNamespace(causal=True, num_reqs=2, max_query_len=1, query_start_loc_cpu=torch.tensor([0, 1, 3, 9]))
+    with pytest.raises(ContractError, match="max_query_len: expected 2 or more, .*, found 1"):
+        MetadataBuilder.build(None, 0, step)
+    with pytest.raises(ContractError, match="max_query_len: expected 1 in a step that is captured, found 2"):
+        MetadataBuilder.build_for_cudagraph_capture(None, SimpleNamespace(max_query_len=2))
+
+
 class TestOneEngine:
     def test_ops_of_both_cases(self, together):
         served = {(op, case) for op, case, _ in registry.served()}
         for op in ("rope.apply_rope", "moe.route", "moe.combine", "attention.paged"):
             assert {(op, "engine_prefill"), (op, "engine_decode")} <= served, op
+
+    def test_attention_is_told_the_most_new_tokens_of_a_sequence(self, engine, prompts):
+        """Decode steps of several sequences say 1, by which a GPU chooses its kernel."""
+        seen = Bounds()
+        engine.reset_prefix_cache()
+        with registry.observing(seen):
+            sample(engine, prompts)
+        assert all(longest == max(new) for longest, new in seen)
+        assert any(longest == 1 < len(new) for longest, new in seen) and max(longest for longest, _ in seen) > 100
 
     def test_alone_and_permuted(self, engine, prompts, together):
         variants.assert_alone_and_permuted(engine, prompts, together)

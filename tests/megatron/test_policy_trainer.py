@@ -150,6 +150,30 @@ def test_the_model_attributes_by_itself(trainer, sequences):
     assert registry.served()[key] == before[key] + 1
 
 
+def test_attention_is_told_the_longest_sequence_of_a_pack(trainer, sequences):
+    """Its gradients take memory by it."""
+    seen = Bounds()
+    with registry.observing(seen):
+        trainer.logprobs(sequences, temperature=1.0, packing=4096)
+    assert seen and set(seen) == {(max(len(prompt) + len(generated) for prompt, generated in sequences), len(sequences))}
+
+
+class Bounds(list):
+    """(bound that a call of packed attention was given, its sequences)."""
+
+    def before(self, declaration, args, kwargs):
+        if declaration.name == "attention.varlen":
+            self.append((kwargs.get("longest"), len(kwargs["cu_seqlens"]) - 1))
+
+    def after(self, seen, result):
+        pass
+
+    def begin(self, sequence, position, layer=None):
+        pass
+
+    select = begin
+
+
 def test_close_to_transformers_in_fp32(trainer, sequences, model_folder):
     from transformers import Qwen3ForCausalLM
 

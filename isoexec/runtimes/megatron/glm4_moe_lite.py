@@ -10,7 +10,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from isoexec.contract import ExecutionContract
 from isoexec.models import glm4_moe_lite
-from isoexec.ops import attention
 from isoexec.runtimes.megatron import layers, modules, moe
 
 
@@ -69,9 +68,9 @@ class Glm4MoeLiteTransformerLayer(layers.ContractLayer):
             x, None, layer, rope_table, self.attend(cu_seqlens), self.numerics, self.tensor_parallel, **routed
         )
 
-    def attend(self, cu_seqlens):
-        size = self.config.qk_head_dim + self.config.qk_pos_emb_head_dim
-        return functools.partial(attention.varlen, cu_seqlens=cu_seqlens, scale=size**-0.5, kv_block=self.numerics.kv_block)
+    @property
+    def head_size(self):
+        return self.config.qk_head_dim + self.config.qk_pos_emb_head_dim
 
 
 def decoder_layers(contract: ExecutionContract, config) -> list:

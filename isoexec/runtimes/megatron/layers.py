@@ -60,9 +60,15 @@ class ContractLayer(TransformerLayer):
 
     def attend(self, cu_seqlens: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The models' attention callback: causal within each packed sequence."""
+        longest = int(cu_seqlens.diff().max())  # what attention's gradients take memory by
         return functools.partial(
-            attention.varlen, cu_seqlens=cu_seqlens, scale=self.config.kv_channels**-0.5, kv_block=self.numerics.kv_block
+            attention.varlen, cu_seqlens=cu_seqlens, scale=self.head_size**-0.5, kv_block=self.numerics.kv_block, longest=longest
         )
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a query."""
+        return self.config.kv_channels
 
 
 def split_grouped_qkv(qkv: Tensor, heads: int, groups: int, head_size: int) -> tuple[Tensor, ...]:

@@ -46,6 +46,12 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
                 f"attention.paged: expected causal attention without a common-prefix cascade, found a common prefix of {common_prefix_len} "
                 f"tokens and causal={m.causal}; pass disable_cascade_attn=True and a causal model"
             )
+        most = int(m.query_start_loc_cpu[: m.num_reqs + 1].diff().max())
+        if most > m.max_query_len:
+            raise ContractError(
+                f"attention.paged: max_query_len: expected {most} or more, the most new tokens of a sequence of the step, found {m.max_query_len}; "
+                "rows beyond it would not be computed: report the engine's settings"
+            )
         return Metadata(
             num_actual_tokens=m.num_actual_tokens,
             max_query_len=m.max_query_len,
@@ -54,6 +60,15 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             query_start_loc=m.query_start_loc[: m.num_reqs + 1],
             slot_mapping=m.slot_mapping[: m.num_actual_tokens],
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata) -> Metadata:
+        """As ``build``. A graph keeps the bound that it was captured with, and every step that vLLM replays has one new token a sequence."""
+        if common_attn_metadata.max_query_len != 1:
+            raise ContractError(
+                f"attention.paged: max_query_len: expected 1 in a step that is captured, found {common_attn_metadata.max_query_len}; "
+                "pass cudagraph_mode FULL_DECODE_ONLY"
+            )
+        return self.build(0, common_attn_metadata)
 
 
 class Backend(AttentionBackend):
@@ -130,6 +145,7 @@ class Implementation(AttentionImpl):
             m.query_start_loc,
             scale=self.scale,
             kv_block=self.kv_block,
+            longest=m.max_query_len,
         )
         output[n:].zero_()
         return output
