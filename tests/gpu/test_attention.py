@@ -213,7 +213,7 @@ class Gradients:
         return triton_backward.gradients(grad, q, k, v, *self.rest, budget=self.budget)
 
 
-@pytest.mark.parametrize("heads,by_keys,groups", _forms())
+@pytest.mark.parametrize("heads,by_keys,groups", list(_forms()))
 def test_a_neighbour_that_is_not_finite_reaches_no_gradient(random, device, heads, by_keys, groups, monkeypatch):
     """Every row after the first sequence is NaN, in all four inputs; one NaN among its own rows is seen."""
     run, n = Gradients(random, device, heads, by_keys, groups, monkeypatch), LENGTHS[0]
@@ -227,7 +227,7 @@ def test_a_neighbour_that_is_not_finite_reaches_no_gradient(random, device, head
         x[n - 1] = kept
 
 
-@pytest.mark.parametrize("heads,by_keys,groups", _forms())
+@pytest.mark.parametrize("heads,by_keys,groups", list(_forms()))
 def test_triton_gradients(random, device, heads, by_keys, groups, monkeypatch):
     """Of views, too: heads of one projection, tokens apart. No sequence begins at a multiple of the tiles."""
     run, (H, G, K) = Gradients(random, device, heads, by_keys, groups, monkeypatch), heads
