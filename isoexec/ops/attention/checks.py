@@ -21,8 +21,8 @@ def check_varlen(q, k, v, cu_seqlens, *, scale, kv_block, longest=None) -> None:
 
 
 def check_paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block, longest=None) -> None:
-    """Raises ContractError unless q is [T, H, K], the caches [pages, page_size, G, K], bf16, G divides H, and block_table [B, max_pages], seq_lens
-    [B] and query_start_loc [B + 1] are int32."""
+    """Raises ContractError unless q is [T, H, K], the caches [pages, page_size, G, K], bf16, G divides H, and block_table
+    [B, max_pages], seq_lens [B] and query_start_loc [B + 1] are int32, a row's entries beside each other."""
     op = "attention.paged"
     tensor(op, "q", q, BF16, "T", "H", "K")
     tensor(op, "key_cache", key_cache, BF16, "pages", "page_size", "G", q.shape[2])
@@ -31,6 +31,9 @@ def check_paged(q, key_cache, value_cache, block_table, seq_lens, query_start_lo
     tensor(op, "seq_lens", seq_lens, _INT32, block_table.shape[0])
     tensor(op, "query_start_loc", query_start_loc, _INT32, block_table.shape[0] + 1)
     _check_heads(op, q, key_cache.shape[2])
+    for name, x in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ContractError(f"op {op}: {name}: expected entries beside each other, found strides {list(x.stride())}; pass it contiguous")
 
 
 def _check_heads(op: str, q, groups: int) -> None:
