@@ -33,7 +33,8 @@ def check_paged(q, key_cache, value_cache, block_table, seq_lens, query_start_lo
     _check_heads(op, q, key_cache.shape[2])
     for name, x in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
         if x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise ContractError(f"op {op}: {name}: expected entries beside each other, found strides {list(x.stride())}; pass it contiguous")
+            found = list(x.stride())
+            raise ContractError(f"op {op}: {name}: expected entries beside each other, found strides {found}; pass it contiguous")
 
 
 def _check_heads(op: str, q, groups: int) -> None:

@@ -49,7 +49,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         most = int(m.query_start_loc_cpu[: m.num_reqs + 1].diff().max())
         if most > m.max_query_len:
             raise ContractError(
-                f"attention.paged: max_query_len: expected {most} or more, the most new tokens of a sequence of the step, found {m.max_query_len}; "
+                f"attention.paged: max_query_len: expected {most} or more, the new tokens of a sequence of the step, found {m.max_query_len}; "
                 "rows beyond it would not be computed: report the engine's settings"
             )
         return Metadata(
@@ -62,7 +62,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata) -> Metadata:
-        """As ``build``. A graph keeps the bound that it was captured with, and every step that vLLM replays has one new token a sequence."""
+        """As ``build``. A graph keeps the bound of its capture, and every step that vLLM replays has one new token a sequence."""
         if common_attn_metadata.max_query_len != 1:
             raise ContractError(
                 f"attention.paged: max_query_len: expected 1 in a step that is captured, found {common_attn_metadata.max_query_len}; "
