@@ -27,6 +27,7 @@ CALLS = {
     "matmul.row_parallel_linear": (matmul.row_parallel_linear, dict(x=bf16(3, 16), weight=bf16(5, 16)), dict(leaves=1)),
     "matmul.lm_head": (matmul.lm_head, dict(x=bf16(3, 4), weight=bf16(5, 4)), {}),
     "moe.router_logits": (moe.router_logits, dict(x=bf16(3, 4), weight=bf16(5, 4)), {}),
+    "moe.route": (moe.route, dict(logits=fp32(3, 4)), dict(top_k=2, renormalize=True)),
     "norm.residual_add": (norm.residual_add, dict(x=bf16(3, 4), residual=bf16(3, 4)), {}),
     "norm.rms_norm": (norm.rms_norm, dict(x=bf16(3, 4), weight=bf16(4)), dict(eps=1e-6)),
     "norm.zero_centered_rms_norm": (norm.zero_centered_rms_norm, dict(x=bf16(3, 4), weight=bf16(4)), dict(eps=1e-6)),
@@ -45,6 +46,11 @@ CALLS = {
             q=bf16(3, 2, 4), key_cache=bf16(2, 16, 1, 4), value_cache=bf16(2, 16, 1, 4), block_table=CU[None], seq_lens=CU[1:], query_start_loc=CU
         ),
         SETTINGS,
+    ),
+    "attention.write_cache": (
+        attention.write_cache,
+        dict(k=bf16(3, 1, 4), v=bf16(3, 1, 4), key_cache=bf16(2, 16, 1, 4), value_cache=bf16(2, 16, 1, 4), slot_mapping=IDS),
+        {},
     ),
     "logprob.scale_by_temperature": (logprob.scale_by_temperature, dict(logits=fp32(3, 8), temperature=fp32(3)), {}),
     "logprob.log_softmax": (logprob.log_softmax, dict(logits=fp32(3, 8)), SIZES),
@@ -66,7 +72,7 @@ def test_another_dtype_is_refused(op):
         for dtype in {torch.float64, torch.float16, torch.float32} - ({torch.float32} if x.dtype == torch.float32 else set()):
             with pytest.raises(ContractError, match=rf"op {op}: {name}: expected torch.*, found {dtype}"):
                 call(op, **{name: x.to(dtype)})
-            if dtype == torch.float32 and x.dtype == torch.bfloat16:
+            if dtype == torch.float32 and x.dtype == torch.bfloat16 and op != "attention.write_cache":  # which rounds nothing
                 with registry.before_rounding():
                     function, operands, keywords = CALLS[op]
                     function(*(operands | {name: x.float()}).values(), **keywords)
@@ -86,7 +92,11 @@ OTHER_SHAPES = [
     ("matmul.linear", dict(weight=bf16(4)), r"weight: expected shape \[N, K\], found \[4\]"),
     ("matmul.linear", dict(bias=bf16(4)), r"bias: expected shape \[5\], found \[4\]"),
     ("matmul.row_parallel_linear", dict(weight=bf16(5, 8)), "x has K = 16, weight has K = 8"),
-    ("matmul.lm_head", dict(x=torch.tensor(1.0).bfloat16()), r"x: expected shape \[..., K\], found \[\]"),
+    ("matmul.lm_head", dict(x=torch.tensor(1.0).bfloat16()), r"x: expected shape \[..., T, K\], found \[\]"),
+    ("matmul.linear", dict(x=bf16(4)), r"x: expected shape \[..., T, K\], found \[4\]"),
+    ("moe.route", dict(logits=fp32(4)), r"logits: expected shape \[T, E\], found \[4\]"),
+    ("attention.write_cache", dict(slot_mapping=IDS[:2]), r"slot_mapping: expected shape \[3\], found \[2\]"),
+    ("attention.write_cache", dict(slot_mapping=IDS.int()), "slot_mapping: expected torch.int64, found torch.int32"),
     ("moe.router_logits", dict(weight=bf16(5, 3)), "x has K = 4, weight has K = 3"),
     ("norm.rms_norm", dict(weight=bf16(3)), r"weight: expected shape \[4\], found \[3\]"),
     ("norm.residual_add", dict(residual=bf16(1, 4)), r"residual: expected shape \[3, 4\], found \[1, 4\]"),
@@ -119,6 +129,13 @@ def test_another_shape_is_refused(op, instead, message):
     with pytest.raises(ContractError, match=message) as error:
         call(op, **instead)
     assert f"op {op}: " in str(error.value)
+
+
+def test_a_block_of_no_entries_is_refused():
+    for op in ("logprob.log_softmax", "logprob.token_logprob"):
+        function, operands, _ = CALLS[op]
+        with pytest.raises(ContractError, match=f"op {op}: vocab_block: expected 1 or more, found 0"):
+            function(*operands.values(), vocab_size=8, vocab_block=0)
 
 
 def test_pages_of_another_dtype_or_head_size_are_refused():

@@ -21,7 +21,8 @@ def tensor(op: str, name: str, x, dtypes: tuple[torch.dtype, ...], *shape) -> No
         found = f"{type(x).__name__} {x!r}"
         raise ContractError(f"op {op}: {name}: expected a tensor of {_names(dtypes)}, found {found}; make it one on the operands' device")
     if x.dtype not in dtypes and not (x.dtype is torch.float32 and torch.bfloat16 in dtypes and registry.is_before_rounding()):
-        raise ContractError(f"op {op}: {name}: expected {_names(dtypes)}, found {x.dtype}; convert it once, where the schedule rounds it")
+        where = "where it is made" if dtypes is IDS else "where the schedule rounds it"
+        raise ContractError(f"op {op}: {name}: expected {_names(dtypes)}, found {x.dtype}; convert it once, {where}")
     if shape and not _fits(x.shape, shape):
         wanted = ", ".join("..." if n is ... else str(n) for n in shape)
         raise ContractError(f"op {op}: {name}: expected shape [{wanted}], found {list(x.shape)}; check what the caller passes")

@@ -5,7 +5,7 @@ rounded to bf16 for the product with V while the row sum takes them unrounded; o
 """
 
 from isoexec.ops._core.registry import op
-from isoexec.ops.attention.checks import check_paged, check_varlen
+from isoexec.ops.attention.checks import check_paged, check_varlen, check_write_cache
 
 _HAZARDS = (
     "a page, a chunk boundary or a neighbour in the pack must not move a block boundary",
@@ -47,7 +47,7 @@ def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, 
     """
 
 
-@op("attention.write_cache", cpu=".reference:write_cache", cuda=".gpu:write_cache")
+@op("attention.write_cache", cpu=".reference:write_cache", cuda=".gpu:write_cache", check=check_write_cache)
 def write_cache(k, v, key_cache, value_cache, slot_mapping):
     """Store new keys and values in the paged cache, in place.
 

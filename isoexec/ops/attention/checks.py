@@ -37,6 +37,16 @@ def check_paged(q, key_cache, value_cache, block_table, seq_lens, query_start_lo
             raise ContractError(f"op {op}: {name}: expected entries beside each other, found strides {found}; pass it contiguous")
 
 
+def check_write_cache(k, v, key_cache, value_cache, slot_mapping) -> None:
+    """Raises ContractError unless k and v are [T, G, K], the caches [pages, page_size, G, K], bf16, and slot_mapping is [T] int64."""
+    op = "attention.write_cache"
+    tensor(op, "k", k, BF16, "T", "G", "K")
+    tensor(op, "v", v, (k.dtype,), *k.shape)
+    tensor(op, "key_cache", key_cache, (k.dtype,), "pages", "page_size", *k.shape[1:])
+    tensor(op, "value_cache", value_cache, (k.dtype,), *key_cache.shape)
+    tensor(op, "slot_mapping", slot_mapping, (torch.int64,), k.shape[0])
+
+
 def _check_heads(op: str, q, groups: int) -> None:
     if not groups or q.shape[1] % groups:
         raise ContractError(f"op {op}: {groups} key heads do not divide {q.shape[1]} query heads; check the model's config and its shards")

@@ -16,7 +16,7 @@ def linear(x, weight, bias=None):
     weights give the same bits.
 
     Args:
-        x: [..., K] bf16.
+        x: [..., T, K] bf16.
         weight: [N, K] bf16.
         bias: [N] bf16 or None; added in fp32 before the rounding.
 

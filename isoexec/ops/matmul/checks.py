@@ -7,8 +7,8 @@ from isoexec.ops._core.expect import BF16, tensor
 
 
 def check_operands(op: str, x, weight, bias=None) -> None:
-    """Raises ContractError unless x is [..., K], weight [N, K] and bias [N] or None, bf16, of the same K > 0."""
-    tensor(op, "x", x, BF16, ..., "K")
+    """Raises ContractError unless x is [..., T, K], weight [N, K] and bias [N] or None, bf16, of the same K > 0."""
+    tensor(op, "x", x, BF16, ..., "T", "K")
     tensor(op, "weight", weight, BF16, "N", "K")
     if x.shape[-1] != weight.shape[1]:
         raise ContractError(f"op {op}: x has K = {x.shape[-1]}, weight has K = {weight.shape[1]}; pass matching shards of K")

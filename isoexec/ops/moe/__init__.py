@@ -13,6 +13,7 @@ from functools import partial
 import torch.distributed as dist
 
 from isoexec.contract.build import combine_groups_for as combine_groups_for
+from isoexec.ops._core.expect import FP32, tensor
 from isoexec.ops._core.registry import op
 from isoexec.ops.matmul.checks import check_operands
 
@@ -50,6 +51,12 @@ def router_logits(x, weight):
     """
 
 
+def _check_router(logits, *, expert_bias=None, **settings) -> None:
+    tensor("moe.route", "logits", logits, FP32, "T", "E")
+    if expert_bias is not None:
+        tensor("moe.route", "expert_bias", expert_bias, FP32, logits.shape[1])
+
+
 @op(
     "moe.route",
     cpu=".reference:route", cuda=".gpu:route",
@@ -58,6 +65,7 @@ def router_logits(x, weight):
         "-0.0 and 0.0 are equal scores; a comparison of bits would order them",
         "NaN compares false both ways and can make a sort inconsistent",
     ),
+    check=_check_router,
 )
 def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, scale=1.0, n_group=1, topk_group=1):
     """Choose ``top_k`` experts per token and their combine weights, in rank order with gradients on or off.
@@ -85,7 +93,7 @@ def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, sc
         (weights [T, top_k] fp32, experts [T, top_k] int64). ``weights`` is differentiable in ``logits``.
 
     Raises:
-        ContractError: unknown scoring, bias or groups with softmax, top_k outside [1, E] or larger than the groups that stay hold, or
+        ContractError: another dtype or shape, unknown scoring, bias or groups with softmax, top_k outside [1, E] or larger than the groups that stay hold, or
             groups of fewer than two experts.
     """
 
