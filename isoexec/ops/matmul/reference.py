@@ -1,7 +1,8 @@
 """Matrix products of the CPU backend: fp32 tiles of one shape, [32, K] x [K, 64], so that the BLAS picks one order of additions.
 
 A wider call is faster, but its blocking may follow the number of rows or columns. Tiles are padded with zeros and batched: a batched
-product gives every tile the bits of that tile alone (tests/ops/test_matmul_cpu.py shows it for batch, position, layout and threads).
+product gives every tile the bits of that tile alone (tests/ops/test_matmul_cpu.py shows it for batch, position, layout and threads). Only
+a batch of one tile is left out: threads may share out its K.
 """
 
 from __future__ import annotations
@@ -40,10 +41,15 @@ def product(x: torch.Tensor, weight: torch.Tensor, leaves: int = 1) -> torch.Ten
         columns, tiles = w.shape[0], -(-w.shape[0] // COLUMNS)
         w = pad(w, (0, 0, 0, -columns % COLUMNS)).view(tiles, COLUMNS, leaves, k).permute(2, 0, 3, 1).reshape(-1, k, COLUMNS)
         for rows, target in zip(x, out[:, :, first : first + panel]):
-            y = torch.bmm(rows.unsqueeze(1).expand(leaves, tiles, ROWS, k).reshape(-1, ROWS, k), w)
+            y = batched(rows.unsqueeze(1).expand(leaves, tiles, ROWS, k).reshape(-1, ROWS, k), w)
             y = tree_sum(y.view(leaves, tiles, ROWS, COLUMNS)).transpose(0, 1)
             target.copy_(y.reshape(ROWS, -1)[:, :columns])
     return out.view(row_tiles * ROWS, N)[:M]
+
+
+def batched(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """``torch.bmm`` of fp32 tiles [B, ROWS, K] and [B, K, COLUMNS] whose bits follow from a tile alone, also where B is 1."""
+    return torch.bmm(x, w) if len(x) != 1 else torch.bmm(x.expand(2, -1, -1), w.expand(2, -1, -1))[:1]
 
 
 # Gradients promise determinism, not the schedule's bits: plain fp32 products (far faster than bf16 ones on a CPU).

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from isoexec.ops import activation
-from isoexec.ops.matmul.reference import COLUMNS, ROWS, product
+from isoexec.ops.matmul.reference import COLUMNS, ROWS, batched, product
 
 # fp32 weights that one batched product may hold; above it an expert's product is large enough to be called alone.
 _BATCHED_ELEMENTS = 1 << 22
@@ -94,7 +94,7 @@ def grouped_product(rows, counts, weights):
     at = torch.arange(R) + (first_tile * ROWS - first_row).repeat_interleave(torch.tensor(counts))
     x = rows.new_zeros(len(owner) * ROWS, K, dtype=torch.float32)
     x[at] = rows.float()
-    y = torch.bmm(x.view(-1, 1, ROWS, K).expand(-1, columns, ROWS, K).reshape(-1, ROWS, K), w.mT)
+    y = batched(x.view(-1, 1, ROWS, K).expand(-1, columns, ROWS, K).reshape(-1, ROWS, K), w.mT)
     return y.view(-1, columns, ROWS, COLUMNS).transpose(1, 2).reshape(-1, columns * COLUMNS)[at, :N]
 
 
