@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isoexec.contract import ContractError
-from isoexec.ops import activation, attention, embedding, logprob, matmul, moe, norm, rope
+from isoexec.ops import activation, attention, embedding, logprob, matmul, moe, norm, rope, sampling
 from isoexec.ops._core import registry
 
 
@@ -19,6 +19,7 @@ def fp32(*shape):
 
 
 IDS, CU = torch.tensor([1, 0, 1]), torch.tensor([0, 3], dtype=torch.int32)
+CHOSEN = torch.tensor([[0, 1]] * 3)
 SIZES = dict(vocab_size=8, vocab_block=4)
 SETTINGS = dict(scale=1.0, kv_block=16)
 #: Op -> (function, its arguments in order, keywords): a call that is served.
@@ -28,6 +29,11 @@ CALLS = {
     "matmul.lm_head": (matmul.lm_head, dict(x=bf16(3, 4), weight=bf16(5, 4)), {}),
     "moe.router_logits": (moe.router_logits, dict(x=bf16(3, 4), weight=bf16(5, 4)), {}),
     "moe.route": (moe.route, dict(logits=fp32(3, 4)), dict(top_k=2, renormalize=True)),
+    "moe.dispatch": (moe.dispatch, dict(x=bf16(3, 4), weights=fp32(3, 2), experts=CHOSEN), {}),
+    "moe.expert_mlp": (moe.expert_mlp, dict(x=bf16(3, 4), experts=CHOSEN, gate_up=bf16(2, 6, 4), down=bf16(2, 4, 3)), {}),
+    "moe.combine": (
+        moe.combine, dict(values=bf16(3, 2, 4), weights=fp32(3, 2), experts=CHOSEN, shared=bf16(3, 4)), dict(num_experts=2, combine_groups=2),
+    ),
     "norm.residual_add": (norm.residual_add, dict(x=bf16(3, 4), residual=bf16(3, 4)), {}),
     "norm.rms_norm": (norm.rms_norm, dict(x=bf16(3, 4), weight=bf16(4)), dict(eps=1e-6)),
     "norm.zero_centered_rms_norm": (norm.zero_centered_rms_norm, dict(x=bf16(3, 4), weight=bf16(4)), dict(eps=1e-6)),
@@ -55,6 +61,9 @@ CALLS = {
     "logprob.scale_by_temperature": (logprob.scale_by_temperature, dict(logits=fp32(3, 8), temperature=fp32(3)), {}),
     "logprob.log_softmax": (logprob.log_softmax, dict(logits=fp32(3, 8)), SIZES),
     "logprob.token_logprob": (logprob.token_logprob, dict(logits=fp32(3, 8), tokens=IDS), SIZES),
+    "sampling.draw": (sampling.draw, dict(logprobs=fp32(3, 8)), dict(generators=[None] * 3)),
+    "sampling.split_greedy": (sampling.split_greedy, dict(temperature=fp32(3)), {}),
+    "sampling.first_maximum": (sampling.first_maximum, dict(logits=fp32(3, 8)), {}),
 }  # fmt: skip
 
 
@@ -95,6 +104,23 @@ OTHER_SHAPES = [
     ("matmul.lm_head", dict(x=torch.tensor(1.0).bfloat16()), r"x: expected shape \[..., T, K\], found \[\]"),
     ("matmul.linear", dict(x=bf16(4)), r"x: expected shape \[..., T, K\], found \[4\]"),
     ("moe.route", dict(logits=fp32(4)), r"logits: expected shape \[T, E\], found \[4\]"),
+    ("moe.dispatch", dict(weights=fp32(2, 2)), r"weights: expected shape \[3, k\], found \[2, 2\]"),
+    ("moe.dispatch", dict(experts=CHOSEN.int()), "experts: expected torch.int64, found torch.int32"),
+    ("moe.expert_mlp", dict(experts=CHOSEN.int()), "experts: expected torch.int64, found torch.int32"),
+    ("moe.expert_mlp", dict(experts=CHOSEN[:2]), r"experts: expected shape \[3, k\], found \[2, 2\]"),
+    ("moe.expert_mlp", dict(gate_up=bf16(2, 6, 3)), r"gate_up: expected shape \[E', 2 F, 4\], found \[2, 6, 3\]"),
+    ("moe.expert_mlp", dict(gate_up=[bf16(6, 4), bf16(6, 3)]), r"gate_up: expected shape \[6, 4\], found \[6, 3\]"),
+    ("moe.expert_mlp", dict(gate_up=[bf16(6, 3)] * 2), r"gate_up: expected shape \[2 F, 4\], found \[6, 3\]"),
+    ("moe.expert_mlp", dict(gate_up=[]), "gate_up: expected the matrices of one expert or more, found none"),
+    ("moe.expert_mlp", dict(down=bf16(0, 4, 3)), "down: expected the matrices of one expert or more, found none"),
+    ("moe.expert_mlp", dict(down=bf16(2, 4, 6)), r"down: expected shape \[E', 4, 3\], found \[2, 4, 6\]"),
+    ("moe.expert_mlp", dict(down=bf16(3, 4, 3)), "down: expected the matrices of 2 experts, as in gate_up, found 3"),
+    ("moe.combine", dict(weights=fp32(3, 3)), r"weights: expected shape \[3, 2\], found \[3, 3\]"),
+    ("moe.combine", dict(experts=CHOSEN.int()), "experts: expected torch.int64, found torch.int32"),
+    ("moe.combine", dict(shared=bf16(2, 4)), r"shared: expected shape \[3, 4\], found \[2, 4\]"),
+    ("sampling.draw", dict(logprobs=fp32(2, 8)), "generators: expected one for each of 2 rows, or None, found 3"),
+    ("sampling.split_greedy", dict(temperature=torch.tensor(1.0)), r"temperature: expected shape \[T\], found \[\]"),
+    ("sampling.first_maximum", dict(logits=fp32(8)), r"logits: expected shape \[T, V\], found \[8\]"),
     ("attention.write_cache", dict(slot_mapping=IDS[:2]), r"slot_mapping: expected shape \[3\], found \[2\]"),
     ("attention.write_cache", dict(slot_mapping=IDS.int()), "slot_mapping: expected torch.int64, found torch.int32"),
     ("moe.router_logits", dict(weight=bf16(5, 3)), "x has K = 4, weight has K = 3"),

@@ -13,11 +13,9 @@ from functools import partial
 import torch.distributed as dist
 
 from isoexec.contract.build import combine_groups_for as combine_groups_for
-from isoexec.ops._core.expect import FP32, tensor
 from isoexec.ops._core.registry import op
 from isoexec.ops.matmul.checks import check_operands
-
-SCORING = ("softmax", "sigmoid")
+from isoexec.ops.moe.checks import check_combine, check_dispatch, check_expert_mlp, check_route
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,6 @@ def router_logits(x, weight):
     """
 
 
-def _check_router(logits, *, expert_bias=None, **settings) -> None:
-    tensor("moe.route", "logits", logits, FP32, "T", "E")
-    if expert_bias is not None:
-        tensor("moe.route", "expert_bias", expert_bias, FP32, logits.shape[1])
-
-
 @op(
     "moe.route",
     cpu=".reference:route", cuda=".gpu:route",
@@ -65,7 +57,7 @@ def _check_router(logits, *, expert_bias=None, **settings) -> None:
         "-0.0 and 0.0 are equal scores; a comparison of bits would order them",
         "NaN compares false both ways and can make a sort inconsistent",
     ),
-    check=_check_router,
+    check=check_route,
 )
 def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, scale=1.0, n_group=1, topk_group=1):
     """Choose ``top_k`` experts per token and their combine weights, in rank order with gradients on or off.
@@ -98,7 +90,7 @@ def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, sc
     """
 
 
-@op("moe.dispatch", cpu=".parallel:dispatch", cuda=".parallel:dispatch")
+@op("moe.dispatch", cpu=".parallel:dispatch", cuda=".parallel:dispatch", check=check_dispatch)
 def dispatch(x, weights, experts, *, ep=None):
     """Tokens as the rank's experts see them.
 
@@ -122,6 +114,7 @@ def dispatch(x, weights, experts, *, ep=None):
         "an expert's rows must not depend on how many rows, or whose, are computed beside them",
         "K split over ranks (expert tensor parallelism) would add a reduction that the schedule does not have",
     ),
+    check=check_expert_mlp,
 )
 def expert_mlp(x, experts, gate_up, down, *, ep=None):
     """SwiGLU of every (token, chosen expert) pair: gate and up rounded to bf16, silu * mul in fp32 rounded once, down rounded to bf16.
@@ -147,6 +140,7 @@ def expert_mlp(x, experts, gate_up, down, *, ep=None):
         "two terms commute: only top-k >= 4 shows an order fault",
         "an accumulator that starts from -0.0 or from the first term keeps a sign of zero that another split loses",
     ),
+    check=check_combine,
 )
 def combine(values, weights, experts, shared=None, *, num_experts, combine_groups, rows=None, ep=None):
     """Weighted sum over a token's experts, fp32, one rounding (docs/schedule.md, combine).

@@ -8,7 +8,6 @@ from isoexec.contract import ContractError
 from isoexec.ops._core import math
 from isoexec.ops._core.rowsum import row_sum, tree_sum
 from isoexec.ops.matmul.reference import lm_head
-from isoexec.ops.moe.checks import check_route
 from isoexec.ops.moe.parallel import gather_rows, local_groups, sum_partials
 
 _TOKENS = 1024  # per tile of the combine, whose sums are E_G times the output
@@ -42,7 +41,6 @@ def in_best_groups(key, n_group, topk_group):
 
 
 def route(logits, *, top_k, renormalize, scoring="softmax", expert_bias=None, scale=1.0, n_group=1, topk_group=1):
-    check_route(logits.shape[-1], top_k, scoring, expert_bias, n_group, topk_group)
     score = scores(logits, scoring)
     with torch.no_grad():
         key = score if expert_bias is None else score + expert_bias

@@ -1,12 +1,14 @@
 """Drawing a token. No logprob depends on how the draw is made; what is drawn must not depend on the batch."""
 
 from isoexec.ops._core.registry import op
+from isoexec.ops.sampling.checks import check_draw, check_logits, check_temperature
 
 
 @op(
     "sampling.draw",
     cpu=".reference:draw", cuda=".triton:draw",
     hazards=("exp of a vector tail differs from that of a full vector: a row's place in the batch would decide near-ties",),
+    check=check_draw,
 )
 def draw(logprobs, generators):
     """One token per row from exp(logprobs), by the exponential race argmax(p / e), e ~ Exp(1); ties go to the lowest id.
@@ -27,6 +29,7 @@ def draw(logprobs, generators):
     "sampling.split_greedy",
     cpu=".reference:split_greedy", cuda=".reference:split_greedy",
     hazards=("logits over a temperature of 0 are NaN or infinite, and NaN is what a row of a mixed batch would then draw from",),
+    check=check_temperature,
 )
 def split_greedy(temperature):
     """Which rows are greedy, and a temperature that all rows can be divided by.
@@ -39,7 +42,7 @@ def split_greedy(temperature):
     """
 
 
-@op("sampling.first_maximum", cpu=".reference:first_maximum", cuda=".triton:first_maximum")
+@op("sampling.first_maximum", cpu=".reference:first_maximum", cuda=".triton:first_maximum", check=check_logits)
 def first_maximum(logits):
     """Lowest id among the largest logits of each row: what greedy sampling takes.
 
