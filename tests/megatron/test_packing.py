@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from isoexec.contract import ContractError
 from isoexec.runtimes.megatron import packing
@@ -55,10 +57,7 @@ def test_a_padded_batch_holds_sequences_beside_each_other():
 
 
 def test_positions_restart_with_every_sequence_also_after_an_empty_one():
-    import torch
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from isoexec.runtimes.megatron.modules import RopeTable, cu_seqlens
+    from isoexec.runtimes.megatron.modules import RopeTable
 
     bounds = torch.tensor([0, 0, 3, 3, 5, 5], dtype=torch.int32)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
@@ -68,6 +67,36 @@ def test_positions_restart_with_every_sequence_also_after_an_empty_one():
 
     positions = RopeTable.get_rotary_seq_len(None, None, None, torch.zeros(5, 1, 2), Config, packed)
     assert positions.tolist() == [0, 1, 2, 0, 1]
-    assert cu_seqlens(packed, 5).tolist() == bounds.tolist()
+
+
+def packed_of(*bounds, format="thd"):
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int64)
+    return PackedSeqParams(qkv_format=format, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+
+
+def test_bounds_lie_on_both_sides():
+    found = packing.bounds_of(packed_of(0, 0, 3, 5, 5), 5, "cpu")
+    assert found.cu_seqlens.tolist() == [0, 0, 3, 5, 5] and found.cu_seqlens.dtype == torch.int32
+    assert found.on_host == (0, 0, 3, 5, 5) and found.longest == 3
+    assert packing.bounds_of(None, 7, "cpu").on_host == (0, 7)
     with pytest.raises(ContractError, match="qkv_format: expected 'thd', found 'sbhd'"):
-        cu_seqlens(PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=bounds), 5)
+        packing.bounds_of(packed_of(0, 5, format="sbhd"), 5, "cpu")
+    for bounds in ((0, 4), (0, 6), ()):
+        with pytest.raises(ContractError, match="expected to end at the 5 tokens"):
+            packing.bounds_of(packed_of(*bounds), 5, "cpu")
+
+
+def test_a_pack_is_read_once_until_it_is_written():
+    """Layers, and micro-batches that a pipeline has under way beside it, ask again; a captured step writes its bounds in place."""
+    first, second = packed_of(0, 3, 5), packed_of(0, 1, 5)
+    read = packing.bounds_of(first, 5, "cpu")
+    assert packing.bounds_of(second, 5, "cpu").on_host == (0, 1, 5)
+    assert packing.bounds_of(first, 5, "cpu") is read
+    first.cu_seqlens_q[1] = 2
+    assert packing.bounds_of(first, 5, "cpu").on_host == (0, 2, 5) and packing.bounds_of(first, 5, "cpu").longest == 3
+    assert packing.bounds_of(packed_of(0, 3, 5), 5, "cpu") is not read, "another tensor is read by itself"
+    with torch.inference_mode():
+        kept = packed_of(0, 3, 5)
+        assert packing.bounds_of(kept, 5, "cpu").on_host == (0, 3, 5)
+        kept.cu_seqlens_q[1] = 4
+        assert packing.bounds_of(kept, 5, "cpu").on_host == (0, 4, 5)

@@ -105,10 +105,10 @@ def split_in_proj(product: Tensor, keys: int, values: int, value_size: int) -> t
     return qkv, z.unflatten(-1, (heads, value_size)), b, a
 
 
-def callbacks(cu_seqlens: Tensor, numerics: Numerics, device: torch.device) -> tuple[Callable, Callable]:
+def callbacks(cu_seqlens: tuple[int, ...], numerics: Numerics, device: torch.device) -> tuple[Callable, Callable]:
     """(convolve, mix) of whole packed sequences, as :func:`isoexec.models.qwen3_5.gdn_block` calls them."""
     core = _CORES[numerics.gdn_form]
-    plan = _plan(tuple(cu_seqlens.tolist()), numerics.gdn_chunk, device)
+    plan = _plan(cu_seqlens, numerics.gdn_chunk, device)
     return lambda qkv, weight: gdn.conv1d(qkv, weight, plan)[0], lambda q, k, v, g, beta: core(q, k, v, g, beta, plan)
 
 

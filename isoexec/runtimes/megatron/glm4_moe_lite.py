@@ -53,7 +53,7 @@ class LatentAttentionWeights(MegatronModule):
 class Glm4MoeLiteTransformerLayer(layers.ContractLayer):
     """:func:`isoexec.models.glm4_moe_lite.decoder_layer`."""
 
-    def compute(self, x, rope_table, cu_seqlens):
+    def compute(self, x, rope_table, bounds):
         sparse = self.is_moe_layer
         layer = glm4_moe_lite.Glm4MoeLiteLayer(
             input_norm=self.input_layernorm(),
@@ -65,7 +65,7 @@ class Glm4MoeLiteTransformerLayer(layers.ContractLayer):
         )
         routed = dict(ep=self.mlp.expert_parallel, on_route=self.mlp.router.on_route) if sparse else {}
         return glm4_moe_lite.decoder_layer(
-            x, None, layer, rope_table, self.attend(cu_seqlens), self.numerics, self.tensor_parallel, **routed
+            x, None, layer, rope_table, self.attend(bounds), self.numerics, self.tensor_parallel, **routed
         )
 
     @property

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from isoexec.contract import ContractError, ExecutionContract
 from isoexec.ops import attention, norm
 from isoexec.ops._core import registry
-from isoexec.runtimes.megatron import modules
+from isoexec.runtimes.megatron import modules, packing
 
 Tensor = torch.Tensor
 
@@ -43,26 +43,29 @@ class ContractLayer(TransformerLayer):
         if hidden_states.shape[1] != 1:
             raise ContractError(f"hidden_states: expected [tokens, 1, hidden], found {tuple(hidden_states.shape)}; pack the sequences")
         cos, sin = rotary_pos_emb
-        bounds = modules.cu_seqlens(packed_seq_params, cos.shape[0])
+        bounds = packing.bounds_of(packed_seq_params, cos.shape[0], cos.device)
         with registry.in_layer(self.layer_number - 1):
             x, residual = self.compute(hidden_states.squeeze(1), (cos, sin), bounds)
             return norm.residual_add(x, residual).unsqueeze(1), None
 
-    def compute(self, x: Tensor, rope_table: tuple[Tensor, Tensor], cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(self, x: Tensor, rope_table: tuple[Tensor, Tensor], bounds: packing.Bounds) -> tuple[Tensor, Tensor]:
         """(x [S, D], residual [S, D]) of the layer, not yet added.
 
         Args:
             x: [S, D] bf16, the residual stream.
             rope_table: (cos, sin) of the micro-batch's tokens.
-            cu_seqlens: [B + 1] int32, boundaries of its sequences.
+            bounds: where its sequences begin and end.
         """
         raise NotImplementedError
 
-    def attend(self, cu_seqlens: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def attend(self, bounds: packing.Bounds) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The models' attention callback: causal within each packed sequence."""
-        longest = int(cu_seqlens.diff().max())  # what attention's gradients take memory by
         return functools.partial(
-            attention.varlen, cu_seqlens=cu_seqlens, scale=self.head_size**-0.5, kv_block=self.numerics.kv_block, longest=longest
+            attention.varlen,
+            cu_seqlens=bounds.cu_seqlens,
+            scale=self.head_size**-0.5,
+            kv_block=self.numerics.kv_block,
+            longest=bounds.longest,  # what its gradients take memory by
         )
 
     @property

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from isoexec.contract import ContractError, active_contract
 from isoexec.ops import collective, embedding, matmul, norm, rope
-from isoexec.runtimes.megatron import settings
+from isoexec.runtimes.megatron import packing, settings
 
 
 class ColumnWeight(ColumnParallelLinear):
@@ -137,32 +137,12 @@ class RopeTable(RotaryEmbedding):
         tokens = torch.arange(x.shape[0] * degree, device=x.device)
         if packed_seq_params is None:
             return tokens
-        starts = cu_seqlens(packed_seq_params, len(tokens)).to(torch.int64)
+        starts = packing.bounds_of(packed_seq_params, len(tokens), x.device).cu_seqlens.to(torch.int64)
         sequence = torch.bucketize(tokens, starts, right=True) - 1  # the last start <= token: skips empty sequences
         return tokens - starts[sequence]
 
     def forward(self, positions: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         return torch.stack(rope.rope_table(positions, self.rotary_dim, self.theta))
-
-
-def cu_seqlens(packed_seq_params, tokens: int) -> torch.Tensor:
-    """[B + 1] int32 boundaries of a micro-batch of ``tokens`` tokens; one sequence when it is not packed.
-
-    Raises:
-        ContractError: the pack has another format, or does not cover the tokens.
-    """
-    if packed_seq_params is None:
-        return torch.tensor([0, tokens], dtype=torch.int32)
-    if packed_seq_params.qkv_format != "thd":
-        raise ContractError(f"packed_seq_params.qkv_format: expected 'thd', found {packed_seq_params.qkv_format!r}")
-    padded = packed_seq_params.cu_seqlens_q_padded
-    bounds = packed_seq_params.cu_seqlens_q if padded is None else padded
-    if int(bounds[-1]) != tokens:
-        raise ContractError(
-            f"packed_seq_params.cu_seqlens_q: expected to end at the {tokens} tokens of the micro-batch, found {int(bounds[-1])}; "
-            "make padding a sequence of its own"
-        )
-    return bounds.to(torch.int32)
 
 
 _REPLACEMENTS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,6 +34,59 @@ class MicroBatch(NamedTuple):
     packed: PackedSeqParams | None
     rows: torch.Tensor
     targets: torch.Tensor
+
+
+class Bounds(NamedTuple):
+    """Where the sequences of a micro-batch begin and end.
+
+    Attributes:
+        cu_seqlens: [B + 1] int32, on the micro-batch's device.
+        on_host: the same numbers.
+    """
+
+    cu_seqlens: torch.Tensor
+    on_host: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max((stop - start for start, stop in itertools.pairwise(self.on_host)), default=0)
+
+
+#: (tensor, its version, what it held) of the latest micro-batches: a pipeline has several under way.
+_read: deque[tuple[torch.Tensor, int, Bounds]] = deque(maxlen=8)
+
+
+def bounds_of(packed_seq_params: PackedSeqParams | None, tokens: int, device: torch.device) -> Bounds:
+    """Bounds of a micro-batch of ``tokens`` tokens; one sequence when it is not packed.
+
+    A device is waited for once per micro-batch, not in every layer: what has been read of a tensor serves until the tensor is written.
+
+    Raises:
+        ContractError: the pack has another format, or does not cover the tokens.
+    """
+    if packed_seq_params is None:
+        return Bounds(torch.tensor([0, tokens], dtype=torch.int32, device=device), (0, tokens))
+    if packed_seq_params.qkv_format != "thd":
+        raise ContractError(f"packed_seq_params.qkv_format: expected 'thd', found {packed_seq_params.qkv_format!r}")
+    padded = packed_seq_params.cu_seqlens_q_padded
+    found = _bounds(packed_seq_params.cu_seqlens_q if padded is None else padded)
+    if found.on_host[-1:] != (tokens,):
+        raise ContractError(
+            f"packed_seq_params.cu_seqlens_q: expected to end at the {tokens} tokens of the micro-batch, found {list(found.on_host)}; "
+            "make padding a sequence of its own"
+        )
+    return found
+
+
+def _bounds(cu_seqlens: torch.Tensor) -> Bounds:
+    for tensor, version, bounds in tuple(_read):
+        if tensor is cu_seqlens and version == cu_seqlens._version:
+            return bounds
+    bounds = Bounds(cu_seqlens.to(torch.int32), tuple(cu_seqlens.tolist()))
+    if not cu_seqlens.is_inference():  # those keep no version
+        _read.append((cu_seqlens, cu_seqlens._version, bounds))
+    return bounds
 
 
 def groups_of(sequences: Sequence[Pair], packing: Sequence[Sequence[int]] | int) -> list[list[int]]:

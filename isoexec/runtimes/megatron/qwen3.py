@@ -12,14 +12,14 @@ from isoexec.runtimes.megatron import layers, moe
 class Qwen3TransformerLayer(layers.ContractLayer):
     """:func:`isoexec.models.qwen3.decoder_layer`, or with routed experts :func:`isoexec.models.qwen3_moe.decoder_layer`."""
 
-    def compute(self, x, rope_table, cu_seqlens):
+    def compute(self, x, rope_table, bounds):
         common = dict(
             input_norm=self.input_layernorm(),
             post_attention_norm=self.pre_mlp_layernorm(),
             eps=self.config.layernorm_epsilon,
             **layers.attention_parameters(self.self_attention),
         )
-        arguments = rope_table, self.attend(cu_seqlens), self.numerics, self.tensor_parallel
+        arguments = rope_table, self.attend(bounds), self.numerics, self.tensor_parallel
         if not self.is_moe_layer:
             layer = qwen3.Qwen3Layer(gate_up=self.mlp.linear_fc1(), down=self.mlp.linear_fc2(), **common)
             return qwen3.decoder_layer(x, None, layer, *arguments)

@@ -12,14 +12,14 @@ from isoexec.runtimes.megatron import gdn, layers, moe
 class Qwen35TransformerLayer(layers.ContractLayer):
     """A layer function of :mod:`isoexec.models.qwen3_5`, or with routed experts of :mod:`isoexec.models.qwen3_5_moe`."""
 
-    def compute(self, x, rope_table, cu_seqlens):
+    def compute(self, x, rope_table, bounds):
         family = qwen3_5_moe if self.is_moe_layer else qwen3_5
         eps = self.config.layernorm_epsilon
         if isinstance(self.self_attention, gdn.GatedDeltaNetWeights):
             function, mixer = family.gdn_layer, self.self_attention()
-            where = gdn.callbacks(cu_seqlens, self.numerics, x.device)
+            where = gdn.callbacks(bounds.on_host, self.numerics, x.device)
         else:
-            function, where = family.attention_layer, (rope_table, self.attend(cu_seqlens))
+            function, where = family.attention_layer, (rope_table, self.attend(bounds))
             mixer = qwen3_5.GatedAttention(eps=eps, **layers.attention_parameters(self.self_attention))
         common = dict(input_norm=self.input_layernorm(), mixer=mixer, post_attention_norm=self.pre_mlp_layernorm(), eps=eps)
         if not self.is_moe_layer:
