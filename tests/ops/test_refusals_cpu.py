@@ -141,6 +141,7 @@ OTHER_SHAPES = [
     ("attention.paged", dict(block_table=CU), r"block_table: expected shape \[B, max_pages\], found \[2\]"),
     ("attention.paged", dict(block_table=CU[None].long()), "block_table: expected torch.int32, found torch.int64"),
     ("attention.paged", dict(seq_lens=CU), r"seq_lens: expected shape \[1\], found \[2\]"),
+    ("attention.paged", dict(seq_lens=torch.tensor([33]).int()), "seq_lens: expected at most the 32 tokens .* found 33"),
     ("attention.paged", dict(query_start_loc=CU[:1]), r"query_start_loc: expected shape \[2\], found \[1\]"),
     ("attention.paged", dict(block_table=torch.zeros(1, 4).int()[:, ::2]), r"block_table: expected entries beside .* strides \[4, 2\]"),
     ("attention.paged", dict(query_start_loc=torch.arange(3).int()[::2]), r"query_start_loc: expected entries beside .* strides \[2\]"),

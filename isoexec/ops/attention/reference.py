@@ -111,7 +111,7 @@ def _forward(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, 
 def _check_packing(cu_seqlens, tokens: int) -> None:
     bounds = cu_seqlens.tolist()
     if not bounds or bounds[0] != 0 or bounds[-1] != tokens or sorted(bounds) != bounds:
-        raise ContractError(f"attention.varlen: cu_seqlens: expected entries ascending from 0 to the {tokens} tokens, found {bounds}")
+        raise ContractError(f"op attention.varlen: cu_seqlens: expected entries ascending from 0 to the {tokens} tokens, found {bounds}")
 
 
 class _Varlen(torch.autograd.Function):
@@ -136,7 +136,17 @@ def varlen(q, k, v, cu_seqlens, *, scale, kv_block, longest=None):
     return _Varlen.apply(q, k, v, cu_seqlens, float(scale), kv_block)
 
 
+def _check_pages(block_table, seq_lens, page_size: int) -> None:
+    room, longest = block_table.shape[1] * page_size, int(seq_lens.max()) if len(seq_lens) else 0
+    if longest > room:
+        raise ContractError(
+            f"op attention.paged: seq_lens: expected at most the {room} tokens that a row of block_table has pages for, found {longest}; "
+            "pass the whole table"
+        )
+
+
 def paged(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, *, scale, kv_block, longest=None):
+    _check_pages(block_table, seq_lens, key_cache.shape[1])
     return _forward(q, key_cache, value_cache, block_table, seq_lens, query_start_loc, float(scale), kv_block)[0]
 
 
