@@ -80,7 +80,7 @@ def every(sizes: Sizes, device):
     for temperature in (torch.ones((), device=device), torch.ones(rows, device=device)):
         yield f"temperature {tuple(temperature.shape)}", both(lambda x, t=temperature: logprob.scale_by_temperature(x, t), logits.clone())
     yield "sampling.first_maximum", lambda: sampling.first_maximum(logits)
-    yield "sampling, race", lambda: sampling._argmax(logits, logits)
+    yield "sampling, race", lambda: sampling._argmax(logits, torch.ones(rows, 3, dtype=torch.int64, device=device))
     yield "digest of rows", lambda: triton_digest.row_sums(rows_digest._pieces(logits), rows_digest._length(logits))
     yield "digest of columns", lambda: triton_digest.column_sums(torch.zeros(T, 1000, dtype=torch.int32, device=device))
     yield "digest of a part", lambda: triton_digest.part_sum(torch.zeros(T, 1000, dtype=torch.int16, device=device), 1000, 2000, 5)

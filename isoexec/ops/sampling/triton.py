@@ -1,4 +1,8 @@
-"""Drawing a token on a GPU. A library's argmax leaves ties open; here one program reads a row in ascending order and keeps the first best."""
+"""Drawing a token on a GPU: one launch for all rows, whose noise is made where it is used.
+
+A library's argmax leaves ties open; here one program reads a row in ascending order and keeps the first best. The noise of a row is Philox
+(Salmon et al. 2011) under the key of the row's generator, counted by the generator's offset and the column.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,39 @@ from isoexec.ops._core.triton_math import COMPILE
 
 _TILE = 4096
 _LOWEST = tl.constexpr(float("-inf"))
+#: By how much a draw advances a generator's offset; vLLM takes back the draw of an unfinished prefill by as much.
+_OFFSET = 4
 
 
 @triton.jit
-def argmax_kernel(values, noise, out, V, stride, RACE: tl.constexpr, TILE: tl.constexpr):
-    """Lowest index of the largest value of a row (NaN counts as the largest); ``RACE``: of exp(value) / noise."""
+def _exponential(word):
+    """Exp(1) of 32 random bits: -log(1 - u), u uniform in (0, 1). Its smallest values are 2^-32 apart, and the quotient takes back the rounding
+    of 1 - u, so that a token far out in the tail keeps its probability."""
+    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    u = tl.minimum(u, 0.99999994)
+    left = 1.0 - u
+    return tl.where(left == 1.0, u, -tl.log(left) * (u / (1.0 - left)))
+
+
+@triton.jit
+def argmax_kernel(values, keys, out, V, stride, RACE: tl.constexpr, TILE: tl.constexpr):
+    """Lowest index of the largest value of a row (NaN counts as the largest); ``RACE``: of exp(value) / e, e ~ Exp(1) where the row's
+    ``keys`` (seed, offset, 1), and 1 where they end in 0."""
     row = tl.program_id(0).to(tl.int64)
     best = tl.full([TILE], _LOWEST, dtype=tl.float32)
     at = tl.full([TILE], 0, dtype=tl.int32)
+    if RACE:
+        seed, offset, drawn = tl.load(keys + 3 * row), tl.load(keys + 3 * row + 1), tl.load(keys + 3 * row + 2)
+        low, high = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
     for first in range(0, V, TILE):
         c = first + tl.arange(0, TILE)
         x = tl.load(values + row * stride + c, mask=c < V, other=_LOWEST)
         if RACE:
-            e = tl.load(noise + row * V + c, mask=c < V, other=1.0)
+            quarter = (first // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)  # a count gives four words
+            nought = tl.zeros([TILE // 4], dtype=tl.uint32)
+            w0, w1, w2, w3 = tl.philox(seed, quarter, low + nought, high + nought, nought)
+            word = tl.reshape(tl.join(tl.join(w0, w1), tl.join(w2, w3)), [TILE])
+            e = tl.where(drawn == 1, _exponential(word), 1.0)
             p = tl.exp(x)
             x = tl.where(p == 0.0, 0.0, tl.div_rn(p, e))  # what has no probability never wins, whatever its noise
         x = tl.where(x == x, x, float("inf"))
@@ -33,22 +57,31 @@ def argmax_kernel(values, noise, out, V, stride, RACE: tl.constexpr, TILE: tl.co
     tl.store(out + row, tl.min(tl.where(best == peak, at, V), 0).to(tl.int64))
 
 
-def _argmax(values, noise):
+def _argmax(values, keys=None):
     values = values if values.stride(-1) == 1 else values.contiguous()
     T, V = values.shape
     out = torch.empty(T, dtype=torch.int64, device=values.device)
     if T:
-        argmax_kernel[T,](values, values if noise is None else noise, out, V, values.stride(0), noise is not None, _TILE, num_warps=8, **COMPILE)
+        argmax_kernel[T,](values, values if keys is None else keys, out, V, values.stride(0), keys is not None, _TILE, num_warps=8, **COMPILE)
     return out
 
 
+def _key(generator):
+    """(seed, offset, 1) of a draw, which the generator will not give again; (0, 0, 0) without a generator."""
+    if generator is None:
+        return 0, 0, 0
+    if generator.device.type == "cpu":  # Triton's interpreter: these have no offset
+        return int(torch.randint(1 << 62, (), generator=generator)), 0, 1
+    offset, seed = generator.get_offset(), generator.initial_seed()
+    generator.set_offset(offset + _OFFSET)
+    return seed - (1 << 64) if seed >> 63 else seed, offset, 1
+
+
 def draw(logprobs, generators):
-    noise = torch.ones(logprobs.shape, dtype=torch.float32, device=logprobs.device)
-    for row, generator in enumerate(generators):
-        if generator is not None:
-            noise[row].exponential_(generator=generator)
-    return _argmax(logprobs, noise)
+    on_gpu = logprobs.device.type == "cuda"
+    keys = torch.tensor([_key(generator) for generator in generators], dtype=torch.int64, pin_memory=on_gpu).view(-1, 3)
+    return _argmax(logprobs, keys.to(logprobs.device, non_blocking=True))
 
 
 def first_maximum(logits):
-    return _argmax(logits, None)
+    return _argmax(logits)
