@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import sys
+import time
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import gdn_native, native_moe, native_vllm, table
-from isoexec.ops import activation, attention, embedding, logprob, matmul, moe, norm, rope
+from isoexec.ops import activation, attention, embedding, logprob, matmul, moe, norm, rope, sampling
 from isoexec.ops.attention import fa3
 from isoexec.ops.logprob import of_hidden
 from isoexec.ops.matmul import triton as portable_matmul
@@ -43,6 +44,19 @@ def median_us(function, inputs) -> float:
     return 1e3 * triton.testing.do_bench_cudagraph(lambda: function(*next(ring)), rep=20, return_mode="median")
 
 
+def steady_us(function, inputs) -> float:
+    """Of a call among many, for what no graph captures: the host's time where that is longer than the device's."""
+    ring, calls, times = itertools.cycle(inputs), 50, []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            function(*next(ring))
+        torch.cuda.synchronize()
+        times.append(1e6 * (time.perf_counter() - began) / calls)
+    return min(times[1:])
+
+
 def copy_of(bytes_moved):
     """A device copy that reads and writes ``bytes_moved`` in all."""
     size = bytes_moved // 4
@@ -59,16 +73,17 @@ class Cases:
         """Whether any of ``ops`` is asked for: inputs of the others need not be made."""
         return any(word in op for word in self.only for op in ops)
 
-    def add(self, op, case, ours, native, inputs, label="", native_inputs=None, target=None, note="", groups=()):
-        """``native``: a function, or several by name, of which the fastest counts; ``groups``: means that the case enters besides its op's."""
+    def add(self, op, case, ours, native, inputs, label="", native_inputs=None, target=None, note="", groups=(), clock=median_us):
+        """``native``: a function, or several by name, of which the fastest counts; ``groups``: means that the case enters besides its op's;
+        ``clock``: ``median_us`` or ``steady_us``."""
         if not self.wants(op):
             return
         natives = native if isinstance(native, dict) else {label: native}
         try:
-            ours_us, found = median_us(ours, inputs), {}
+            ours_us, found = clock(ours, inputs), {}
             for name, function in natives.items():
                 try:
-                    found[name] = median_us(function, native_inputs or inputs)
+                    found[name] = clock(function, native_inputs or inputs)
                 except Exception as error:
                     note = "; ".join(filter(None, (note, f"{name}: {type(error).__name__}")))
             label = min(found, key=found.get)
@@ -79,7 +94,8 @@ class Cases:
         stage, shape = "forward + backward" if "gradient" in case else "forward", case.removesuffix(" with gradient").removesuffix(",")
         for group in (op, *groups):
             self.taken.setdefault((group, stage), []).append((ours_us, found[label]))
-        self.table.add(op, stage, shape, ours_us, found[label], label, target=target, clock="graph", note=note)
+        self.table.add(op, stage, shape, ours_us, found[label], label, target=target, note=note,
+                       clock="graph" if clock is median_us else "host")  # fmt: skip
 
     def mean(self, name, stage, target, *ops):
         """A row of geometric means over all cases so far of ``ops`` (of ``name`` by default)."""
@@ -188,6 +204,24 @@ def head(cases, T, V, D, temperature):
     cases.add("head and logprob", f"{T}x{V}x{D} with gradient", lambda: torch.autograd.grad(ours(), leaves, g),
               lambda: torch.autograd.grad(native(), leaves, g), [()], "cuBLAS, log_softmax, gather", note=note)  # fmt: skip
     torch.cuda.empty_cache()
+
+
+def draws(cases):
+    """From logprobs, a generator a row, against vLLM's draw from probabilities, from which it takes the noise with one generator or with as many."""
+    V = 151936
+    for T in (16, 256):
+        rows = randn(T, V, dtype=torch.float32, scale=2.0).log_softmax(-1)
+        generators = [torch.Generator("cuda").manual_seed(row) for row in range(T)]
+
+        def native(probabilities, seeded):
+            noise = torch.empty_like(probabilities).exponential_()
+            for row, generator in enumerate(generators if seeded else ()):
+                noise[row].exponential_(generator=generator)
+            return (probabilities / noise).argmax(-1)
+
+        natives = {"as vLLM, unseeded": lambda x: native(x, False), "as vLLM, seeded": lambda x: native(x, True)}
+        cases.add("sampling.draw", f"{T}x{V}", lambda x: sampling.draw(x, generators), natives, [(rows,)], native_inputs=[(rows.exp(),)],
+                  clock=steady_us, note="host included")  # fmt: skip
 
 
 def products(cases):
@@ -340,6 +374,7 @@ def main():
         (norms, ("norm.rms_norm", "norm.add_rms_norm", "norm.gated_rms_norm")),
         (elementwise, ("activation.silu_mul", "activation.sigmoid_gate", "rope.apply_rope", "embedding.embedding")),
         (logprobs, ("logprob.token_logprob", "logprob.log_softmax", "logprob.scale_by_temperature", "head and logprob")),
+        (draws, ("sampling.draw",)),
         (products, ("matmul.linear (Triton)", *(f"matmul.row_parallel G={G}" for G in (2, 4, 8)), "matmul.lm_head")),
         (attentions, ("attention.varlen", "attention.paged")),
         (functools.partial(experts, native=native), ("moe.expert_mlp + combine", "moe.route", "moe.combine")),
