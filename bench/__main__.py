@@ -13,8 +13,8 @@ from bench import plot, table
 
 #: Measured against native kernels.
 KERNELS = ("bench.ops", "bench.gdn", "bench.layers")
-#: What recording and comparing cost, against the same without; bench.sync needs the patched vLLM and Megatron.
-COSTS = (("bench.recorder",), ("bench.manifest", "--device", "cuda"), ("bench.sync",))
+#: What recording, comparing and the contract cost, against the same without; bench.sync and bench.stack need the patched vLLM and Megatron.
+COSTS = (("bench.recorder",), ("bench.manifest", "--device", "cuda"), ("bench.sync",), ("bench.stack",))
 
 
 def commands(native: str, commit: str) -> list[list[str]]:
