@@ -29,10 +29,13 @@ class Decode:
         known = [n or 0 for n in lengths]
         needs = [-(-n // page) for n in known]
         pages, width = sum(needs) + 3, max(*needs, -(-bound // page), 1)
-        shape = {"tokens": (pages, page, G, K), "heads": (pages, G, page, K), "paired": (pages, 2, page, G, K)}[form]
+        gap = int(form.partition("apart ")[2] or 0)  # channels between heads; between tokens 8 more
+        shape = {"tokens": (pages, page, G, K), "heads": (pages, G, page, K), "paired": (pages, 2, page, G, K)}.get(form, (pages, page, G * (K + gap) + 8))
         stores = [randn(*shape) for _ in range(1 if form == "paired" else 2)]
         views = stores[0].unbind(1) if form == "paired" else stores
         self.caches = [x.transpose(1, 2) for x in views] if form == "heads" else list(views)
+        if gap:
+            self.caches = [x[..., :-8].unflatten(2, (G, K + gap))[..., :K] for x in views]
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(5)).tolist()
         self.table = torch.full((len(lengths), width), order[-1], dtype=torch.int32, device=device)
         for b, count in enumerate(needs):
@@ -80,6 +83,7 @@ def test_decode_by_more_programs_has_the_bits_of_one_split(provider, H, G, K):
 def test_decode_by_more_programs_in_every_layout_and_batch(provider, H, G, K):
     for page, form in ((16, "paired"), (48, "heads"), (528, "tokens"), (2048, "paired")):
         Decode(provider, [1, 2047, 2113], H, G, K, page, form).assert_equal(f"pages of {page}, {form}")
+    Decode(provider, [1, 100, 161], H, G, K, form="apart 16").assert_equal("heads and tokens apart")
     for B in (1, 2, 3, 5, 8, 16, 32, 64):
         if B * G <= hopper_decode.PAIRS[K]:
             Decode(provider, [37 * (b + 1) for b in range(B)], H, G, K).assert_equal(f"{B} sequences")
@@ -118,6 +122,18 @@ def test_the_size_of_a_batch_that_decodes_moves_no_bit(provider, monkeypatch):
     assert count == [1, 7, 32]
 
 
+def test_heads_an_odd_multiple_of_8_channels_apart_keep_the_provider(provider):
+    batch, beside = (Decode(provider, [1, 100, 161], 16, 2, 256, form=form) for form in ("apart 8", "tokens"))
+    for cache, other in zip(batch.caches, beside.caches):
+        other.copy_(cache)
+    assert not hopper_decode.serves(batch.q, *batch.caches, batch.table) and hopper_decode.serves(batch.q, *beside.caches, batch.table)
+    got, want = (
+        ops.paged(batch.q, *caches, batch.table, batch.lengths, batch.start, scale=batch.scale, kv_block=64, longest=1)
+        for caches in (batch.caches, beside.caches)
+    )
+    assert_bit_equal(got, want, "heads 264 channels apart")
+
+
 def test_what_more_programs_serve():
     """Everything else keeps FlashAttention 3: large batches, many heads, long tables, and caches that are no rows at one distance."""
     q, cache = torch.zeros(4, 16, 256, dtype=torch.bfloat16), torch.zeros(6, 16, 2, 256, dtype=torch.bfloat16)
@@ -129,9 +145,14 @@ def test_what_more_programs_serve():
     assert serves(width=65_000) and not serves(width=66_000)
     assert not serves(q[:1, :2], sequences=1, width=65_537)
     assert serves(q.repeat(1, 2, 1)) and not serves(q.repeat(1, 4, 1)) and not serves(q[..., :64], cache[..., :64], cache[..., :64])
-    for strides in ((16 * 512, 512, 260, 1), (16 * 512 + 16, 512, 256, 1), (16 * 512, 512, 256, 2)):
-        other = cache.new_zeros(2 * 6 * 16 * 512 + 100).as_strided(cache.shape, strides)
-        assert not serves(keys=other) and not serves(values=other)
+
+    def strided(*strides):
+        return cache.new_zeros(2 * 6 * 16 * 552).as_strided(cache.shape, strides)
+
+    for strides in ((16 * 512, 512, 260, 1), (16 * 528, 528, 264, 1), (16 * 512 + 16, 512, 256, 1), (16 * 512, 512, 256, 2)):
+        assert not serves(keys=strided(*strides)) and not serves(values=strided(*strides))
+    for strides in ((16 * 544, 544, 272, 1), (16 * 520, 520, 256, 1), (32 * 512, 512, 256, 1)):
+        assert serves(keys=strided(*strides), values=strided(*strides))
     assert not serves(keys=torch.zeros(6, 24, 2, 256, dtype=torch.bfloat16))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from isoexec.contract import ContractError
+from isoexec.ops import moe
 from isoexec.ops._core.bits import assert_bit_equal, bit_equal, nudge
 from isoexec.ops.activation import triton as activation
 from isoexec.ops.matmul import triton as products
@@ -250,7 +251,7 @@ def test_route_refuses_what_the_cpu_backend_refuses(random):
     logits = random(2, 8, dtype=torch.float32)
     for wrong in (dict(top_k=9), dict(top_k=0), dict(top_k=2, scoring="other"), dict(top_k=2, expert_bias=logits[0]), dict(top_k=2, n_group=2)):
         with pytest.raises(ContractError, match="moe.route"):
-            gpu.route(logits, renormalize=True, **wrong)
+            moe.route(logits, renormalize=True, **wrong)
 
 
 def test_tokens_per_expert(device):

@@ -354,10 +354,13 @@ def serves(q, key_cache, value_cache, block_table) -> bool:
 
 
 def _reachable(cache) -> bool:
-    """Whether the cache is rows at one distance, 16 bytes aligned, whose offsets fit what the kernels count in."""
+    """Whether the cache is rows at one distance, 16 bytes aligned, whose offsets fit what the kernels count in.
+
+    Heads are a multiple of 16 channels apart: by the compiler's rules an odd multiple of 8 may be any number, which scores_kernel cannot copy by.
+    """
     of_page, of_token, of_head, of_channel = cache.stride()
     steps = of_channel == 1 and of_token > 0 and of_page % of_token == 0 and (of_head < of_token or of_head % of_token == 0)
-    aligned = cache.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in (of_page, of_token, of_head))
+    aligned = cache.data_ptr() % 16 == 0 and of_page % 8 == of_token % 8 == of_head % 16 == 0
     return steps and aligned and cache.shape[0] * of_page < 2**34 and cache.shape[0] * of_page // of_token < 2**31
 
 
