@@ -14,8 +14,7 @@ import torch
 import triton
 from torch.nn import functional as F
 
-from bench import native_moe, native_vllm, table
-from bench.gdn_native import gated_norm
+from bench import gdn_native, native_moe, native_vllm, table
 from isoexec.contract import Numerics
 from isoexec.models import qwen3_5, qwen3_5_moe, qwen3_moe
 from isoexec.ops import activation, attention, gdn, rope
@@ -166,7 +165,7 @@ class NativeEngine:
             q, k, v, g, beta = fused_post_conv_prep(y.T, a.contiguous(), b.contiguous(), m.A_log, m.dt_bias, H, S, S)
             o = chunk_gated_delta_rule(q[None], k[None], v[None], g=g[None], beta=beta[None], cu_seqlens=s.cu, initial_state=s.states[1:],
                                        output_final_state=True)[0]  # fmt: skip
-        return F.linear(gated_norm(o, z, m.norm).view(len(x), -1), m.out_proj)
+        return F.linear(gdn_native.gated_norm(o, z, m.norm).view(len(x), -1), m.out_proj)
 
     def attention(self, x):
         m, s = self.layer.mixer, self.s
@@ -270,7 +269,8 @@ def main():
     torch.manual_seed(0)
     if options.native:
         native_vllm.load(options.native)
-    out, moe = table.Table(options.out, options.commit), native_moe.load(options.native) if options.native else None
+        gdn_native.tune()
+    out, moe = table.Table(options.out, options.commit, gdn_native.PACKAGES), native_moe.load(options.native) if options.native else None
     for kind in ("attention", "GDN"):
         for name in ("decode", "prefill", "trainer forward + backward"):
             if options.only in f"{kind} {name}":
