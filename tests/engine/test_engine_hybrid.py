@@ -203,3 +203,19 @@ def test_refused_decay_in_bf16(open_engine):
     layer = SimpleNamespace(prefix="model.layers.0.linear_attn", A_log=torch.zeros(4), dt_bias=torch.zeros(4, dtype=torch.bfloat16))
     with pytest.raises(ContractError, match="linear_attn.dt_bias: expected torch.float32, found torch.bfloat16"):
         gated_delta_net(layer)
+
+
+def test_chunks_and_prefixes_where_upstream_takes_none(opened, monkeypatch):
+    """Upstream's AMX kernels for Gated DeltaNet support neither."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    with opened(max_num_batched_tokens=100, enable_prefix_caching=True) as engine:
+        config = engine._llm.llm_engine.vllm_config
+        assert config.scheduler_config.enable_chunked_prefill and config.cache_config.enable_prefix_caching
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="upstream takes chunks on a CPU without AMX")
+def test_upstream_refuses_a_budget_that_needs_chunks(opened):
+    """Else a longer prompt would wait for ever."""
+    with pytest.raises(RuntimeError, match=r"max_num_batched_tokens: expected 512 \(max_model_len\) or more, found 100: .* chunked prefill"):
+        with opened(contract=None, max_num_batched_tokens=100):
+            pass

@@ -88,6 +88,7 @@ class RolloutEngine:
 
         Raises:
             ContractError: a setting is outside the contract.
+            RuntimeError: another engine is open, or vLLM does not support a setting on this machine.
         """
         prepare_environment()
         from vllm import LLM
@@ -136,9 +137,19 @@ class RolloutEngine:
                 **engine_args,
             }
         )
+        self._check_chunks(max_num_batched_tokens, max_model_len)
         self._preemptions_before = self._counter("vllm:num_preemptions")
         self._folder, self._contract, self._syncs = model, contract, 0
         self._observer, self._first_observed = None, 0
+
+    def _check_chunks(self, budget: int, max_model_len: int) -> None:
+        """Upstream turns chunked prefill off where its own kernels do not support it, and says so in its log alone."""
+        if budget < max_model_len and not self._llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill:
+            self.close()
+            raise RuntimeError(
+                f"max_num_batched_tokens: expected {max_model_len} (max_model_len) or more, found {budget}: vLLM's kernels for this model and "
+                "machine do not support chunked prefill, and without it a longer prompt waits for ever"
+            )
 
     def generate(
         self,
