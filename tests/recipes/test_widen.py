@@ -1,5 +1,6 @@
 """A start checkpoint made larger computes what it did."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -19,13 +20,15 @@ def distributions(folder, change=lambda model: None):
         return model(ids).logits.log_softmax(-1)
 
 
-def test_a_larger_checkpoint_computes_the_same_function(tmp_path):
-    widen(START / "dense", tmp_path, hidden=2, mlp=4, layers=6)
-    expected, found = distributions(START / "dense"), distributions(tmp_path)
-    assert (found - expected).abs().max() < 1e-4
+@pytest.mark.parametrize("start,layers,rounding", [("dense", 6, 1e-4), ("hybrid-moe", 8, 1e-3)])
+def test_a_larger_checkpoint_computes_the_same_function(start, layers, rounding, tmp_path):
+    widen(START / start, tmp_path, hidden=2, mlp=4, layers=layers)
+    expected, found = distributions(START / start), distributions(tmp_path)
+    assert (found - expected).abs().max() < rounding
 
     def add(model):  # negative control: an added layer that adds something
-        model.model.layers[5].mlp.down_proj.weight.data.fill_(1e-2)
+        mixer = getattr(model.model.layers[5], "self_attn", None)
+        (model.model.layers[5].linear_attn.out_proj if mixer is None else mixer.o_proj).weight.data.fill_(1.0)
 
     assert (distributions(tmp_path, add) - expected).abs().max() > 1e-2
 
@@ -38,5 +41,7 @@ def test_sizes_that_would_change_it_are_refused(tmp_path, sizes):
 
 
 def test_another_architecture_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="Qwen3ForCausalLM"):
-        widen(START / "hybrid-moe", tmp_path, hidden=2, mlp=2, layers=8)
+    config = json.loads((START / "dense" / "config.json").read_text()) | {"architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="Qwen3ForCausalLM or Qwen3_5MoeForCausalLM"):
+        widen(tmp_path, tmp_path / "larger", hidden=2, mlp=2, layers=8)
