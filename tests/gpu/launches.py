@@ -96,7 +96,7 @@ def _products(sizes, device, new):
     for M in sorted({1, min(sizes.T, 100), sizes.T}):
         for dtype in (torch.bfloat16, torch.float32):
             yield f"matmul, {M} rows, {dtype}", lambda M=M, dtype=dtype: matmul.product(x[:M], w, dtype, bias)
-        for leaves in (2, 4, 8) if M != 1 else ():
+        for leaves in (2, 4, 8):
             yield f"matmul, {M} rows, {leaves} leaves", lambda M=M, leaves=leaves: matmul.product(x[:M], w, torch.bfloat16, None, leaves)
     for leaves in (2, 4, 8):
         yield f"matmul, {leaves} leaves, tiles of many rows", lambda leaves=leaves: matmul.product(x, w, torch.float32, None, leaves, matmul.TREE[leaves])

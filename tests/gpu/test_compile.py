@@ -30,7 +30,7 @@ _TYPES = {
     "block_table": "*i32", "experts": "*i64", "weights": "*fp32", "pair": "*i32",
 }  # fmt: skip
 _BF16 = {"h", "saved", "shared", "x", "y", "residual", "gate", "weight", "total", "gate_up", "q", "keys", "values", "w", "bias"}
-_ALIGNED = {"x_outer", "gate_outer", "outer", "x_stride", "w_stride", "q_token", "q_head", "k_page", "k_token", "k_head", "x_stride", "D", "F", "v_page", "v_token", "v_head"}
+_ALIGNED = {"size", "x_outer", "gate_outer", "outer", "x_stride", "w_stride", "q_token", "q_head", "k_page", "k_token", "k_head", "x_stride", "D", "F", "v_page", "v_token", "v_head"}
 
 
 def ptx(kernel, warps=4, stages=3, architecture=90, **constants):
@@ -97,9 +97,19 @@ def test_wide_rows_load_sixteen_bytes():
 def test_products_run_on_the_wide_matrix_unit(leaves, tiles):
     BM, BN, BK, warps, stages = tiles
     text = ptx(matmul.product_kernel, warps, stages, x=f"tensordesc<bf16[{BM}, {BK}]>", w=f"tensordesc<bf16[{BN}, {BK}]>", BIAS=False,
-               LEAVES=leaves, PARK=leaves > 2, FLAT=leaves == 8, BM=BM, BN=BN, BK=BK, GROUP=8, EARLY=False)  # fmt: skip
+               LEAVES=leaves, PARK=leaves > 2, FLAT=leaves == 8, RAGGED=False, BM=BM, BN=BN, BK=BK, GROUP=8, EARLY=False)  # fmt: skip
     assert "wgmma" in text and not re.search(r"\bmma\.sync", text)
     assert "cp.async.bulk.tensor" in text
+
+
+@pytest.mark.parametrize("tiles", sorted({tiles for pair in matmul.APART.values() for tiles in pair}))
+def test_rows_that_fill_no_tile_are_copied_by_16_bytes(tiles):
+    """Weights by the copy engine; of the distance between rows no more is known than what `copyable` sees to."""
+    BM, BN, BK, warps, stages = tiles
+    text = ptx(matmul.product_kernel, warps, stages, w=f"tensordesc<bf16[{BN}, {BK}]>", BIAS=False, LEAVES=1, PARK=False, FLAT=False, RAGGED=True,
+               BM=BM, BN=BN, BK=BK, GROUP=8, EARLY=True)  # fmt: skip
+    assert "wgmma" in text and "cp.async.bulk.tensor" in text and "cp.async.cg" in text and "cp.async.ca" not in text
+    assert not re.search(r"\bld\.global\.", text)
 
 
 @pytest.mark.parametrize("architecture", [80, 89, 100])
@@ -115,7 +125,7 @@ def test_arithmetic_is_as_written_for_other_architectures(name, architecture):
 def test_products_compile_for_other_architectures(architecture):
     BM, BN, BK, warps, stages = matmul.SMALL
     text = ptx(matmul.product_kernel, warps, stages, architecture, x=f"tensordesc<bf16[{BM}, {BK}]>", w=f"tensordesc<bf16[{BN}, {BK}]>", BIAS=False,
-               LEAVES=1, PARK=False, FLAT=False, BM=BM, BN=BN, BK=BK, GROUP=8, EARLY=False)  # fmt: skip
+               LEAVES=1, PARK=False, FLAT=False, RAGGED=False, BM=BM, BN=BN, BK=BK, GROUP=8, EARLY=False)  # fmt: skip
     assert ("tcgen05" if architecture == 100 else "mma.sync") in text
 
 

@@ -77,7 +77,13 @@ def test_leaves_are_added_by_the_tree(operands, leaves):
     assert_bit_equal(_triton(x, w, torch.float32, leaves=leaves), want, "in registers")
     assert_bit_equal(portable.tree(parts, torch.float32), want, "over partials")
     assert_bit_equal(portable.partials(x, w, leaves, portable.SMALL if INTERPRET else None), parts, "one program per leaf")
-    assert_bit_equal(portable.product(x[:40], w, torch.float32, leaves=leaves), want[:40], "few rows")
+    few = portable.partials(x[:40], w, leaves, portable.SMALL if INTERPRET else None)
+    assert_bit_equal(portable.tree(few, torch.float32), want[:40], "few rows")
+    if not INTERPRET:
+        for rows in (1, 16, 63, 64, 65, 100, 127, 128, 129, 200):
+            assert_bit_equal(portable.product(x[:rows], w, torch.float32, leaves=leaves), want[:rows], f"{rows} rows")
+            strided = torch.cat((x[:rows], x[:rows, :8]), 1)[:, :-8]  # rows an odd multiple of 16 bytes apart
+            assert_bit_equal(portable.product(strided, w, torch.float32, leaves=leaves), want[:rows], f"{rows} rows of a wider matrix")
     assert_bit_equal(portable.product(x[:600], w, torch.float32, leaves=leaves, tiles=portable.SMALL if INTERPRET else None), want[:600], "some rows")
     bias = w[:, 0].contiguous()
     assert_bit_equal(portable.tree(parts, torch.bfloat16, bias), (want + bias.float()).bfloat16(), "bias before the rounding")
@@ -135,7 +141,8 @@ def test_narrow_weights(random, hardware, N):
 def test_tiles_move_no_bit(operands, hardware):
     x, w = operands
     want = portable.product(x, w, torch.float32)
-    for tiles in ((64, 64, 64, 4, 4), (64, 128, 64, 4, 3), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 64, 32, 4, 4), (128, 64, 16, 8, 3), (256, 128, 64, 8, 3)):
+    every = (64, 64, 64, 4, 4), (64, 128, 64, 4, 3), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 64, 32, 4, 4), (128, 64, 16, 8, 3), (256, 128, 64, 8, 3)
+    for tiles in (*every, (64, 32, 128, 4, 6)):
         assert_bit_equal(portable.product(x, w, torch.float32, tiles=tiles), want, str(tiles))
 
 

@@ -25,14 +25,29 @@ TREE = {2: (128, 128, 64, 8, 4), 4: (128, 128, 64, 8, 4), 8: (128, 128, 64, 8, 4
 MAX_LEAVES = 8
 #: Up to so many rows there are too few tiles to fill a GPU: each leaf is a program of its own, and a second launch takes the tree.
 APART_ROWS = 256
+#: Tiles of such programs for up to 64 rows and for up to 128, by leaves: of few programs each keeps more of its weights on the way.
+APART = {
+    2: ((64, 32, 128, 4, 6), (64, 64, 64, 4, 8)),
+    4: ((64, 64, 64, 4, 8), (64, 64, 64, 4, 6)),
+    8: ((64, 64, 64, 4, 6), (128, 64, 64, 4, 4)),
+}
 
 
 @triton.jit
-def _leaf(x, w, row, column, first, size, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """fp32 sum over K in [first, first + size), ascending from +0.0. Rows and columns that do not exist are read as zeros."""
+def _leaf(x, w, row, column, first, size, M, row_step, RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """fp32 sum over K in [first, first + size), ascending from +0.0. Rows and columns that do not exist are read as zeros.
+
+    ``RAGGED``: x is a pointer, to rows that fill no tile: the copy engine takes longer for a row that does not exist than for one that does.
+    """
     acc = tl.zeros([BM, BN], dtype=tl.float32)
     for k in range(0, size, BK):
-        acc = dot_add(x.load([row, first + k]), tl.trans(w.load([column, first + k])), acc)
+        if RAGGED:
+            rows = row + tl.arange(0, BM)
+            at = rows[:, None] * (row_step // 8) * 8 + (first + k + tl.arange(0, BK))[None, :]  # rows of whole 16 bytes, as `copyable` sees to
+            left = tl.load(x + at, mask=(rows < M)[:, None], other=0.0)
+        else:
+            left = x.load([row, first + k])
+        acc = dot_add(left, tl.trans(w.load([column, first + k])), acc)
     return acc
 
 
@@ -48,7 +63,7 @@ def _leaves(x, w, row, column, first, size, LEAVES: tl.constexpr, FLAT: tl.const
         if FLAT:
             total = dot_add(x.load([row, first + s * BK]), tl.trans(w.load([column, first + s * BK])), total)
         else:
-            total = _leaf(x, w, row, column, first + s * size, size, BM, BN, BK)
+            total = _leaf(x, w, row, column, first + s * size, size, 0, 0, False, BM, BN, BK)
         if not FLAT or s % steps == steps - 1:
             g = s // steps if FLAT else s
             total, one, two, four = tree_push(total, one, two, four, g, LEAVES)
@@ -58,9 +73,9 @@ def _leaves(x, w, row, column, first, size, LEAVES: tl.constexpr, FLAT: tl.const
 
 
 @triton.jit
-def product_kernel(x, w, bias, y, parked, M, N, size, BIAS: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr, FLAT: tl.constexpr,
-                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Tensor descriptors x [M, K], w [N, K]. ``LEAVES`` parts of K, each ``size`` long, added by the balanced tree.
+def product_kernel(x, w, bias, y, parked, M, N, size, row_step, BIAS: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr, FLAT: tl.constexpr,
+                   RAGGED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Tensor descriptors x [M, K] (``RAGGED``: a pointer, rows ``row_step`` apart), w [N, K]. ``LEAVES`` parts of K, each ``size`` long, added by the tree.
 
     ``PARK``: the sum of the first half of the leaves waits in ``parked`` [programs, BM, BN] fp32 (in L2), not in registers. A second grid axis
     keeps its programs' sums apart: y [axis, M, N]. ``EARLY``: the next launch may start, and waits where it needs this one's results.
@@ -75,7 +90,7 @@ def product_kernel(x, w, bias, y, parked, M, N, size, BIAS: tl.constexpr, LEAVES
     column = (inside // height) * BN
     first = tl.program_id(1) * LEAVES * size
     if LEAVES == 1:
-        total = _leaf(x, w, row, column, first, size, BM, BN, BK)
+        total = _leaf(x, w, row, column, first, size, M, row_step, RAGGED, BM, BN, BK)
     elif PARK:
         # Constant offsets and no mask: addresses take no registers from the sums.
         slot = parked + tl.program_id(0).to(tl.int64) * (BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
@@ -127,8 +142,12 @@ def product(x, weight, dtype, bias=None, leaves=1, tiles=None):
 def partials(x, weight, leaves, tiles=None):
     """The ``leaves`` parts, not yet added: [leaves, M, N] fp32."""
     y = torch.empty(leaves, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, y, tiles or _tiles(x.shape[0]), leaves, True)
+    _launch(x, weight, None, y, tiles or _apart_tiles(x.shape[0], leaves), leaves, True)
     return y
+
+
+def _apart_tiles(M: int, leaves: int):
+    return APART[leaves][M > 64] if leaves in APART and M <= 128 else _tiles(M)
 
 
 def _tiles(M: int, leaves: int = 1):
@@ -147,10 +166,12 @@ def _launch(x, weight, bias, y, tiles, leaves, apart):
     park = leaves > 2 and not apart and BM * BN >= 64 * 32 * warps  # 64 registers a thread for each accumulator
     programs = triton.cdiv(M, BM) * triton.cdiv(N, BN)
     parked = torch.empty(programs, BM, BN, dtype=torch.float32, device=y.device) if park else y
+    ragged, x = apart and M % BM > 0, copyable(x)
     if y.numel():
         product_kernel[programs, leaves if apart else 1](
-            _descriptor(x, BM, BK), _descriptor(weight, BN, BK), y if bias is None else bias, y, parked, M, N, size, bias is not None,
-            1 if apart else leaves, park, park and leaves == 8, BM, BN, BK, 8, apart and _early(y.device), num_warps=warps, num_stages=stages, **COMPILE,
+            x if ragged else _descriptor(x, BM, BK), _descriptor(weight, BN, BK), y if bias is None else bias, y, parked, M, N, size, x.stride(0),
+            bias is not None, 1 if apart else leaves, park, park and leaves == 8, ragged, BM, BN, BK, 8, apart and _early(y.device),
+            num_warps=warps, num_stages=stages, **COMPILE,
         )  # fmt: skip
 
 
