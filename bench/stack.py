@@ -127,6 +127,7 @@ def measured(side: str, arm: str, model: str, contract: Path, work: Path) -> dic
     """What a process of this side and arm measured; None, and its own message, where it failed."""
     out = work / f"{side}-{arm}.json"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    environment["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # the engine's process has looked for a GPU: a fork of it could use none
     environment |= {CONTRACT_VARIABLE: str(contract), "VLLM_USE_V2_MODEL_RUNNER": "0"} if arm == "isoexec" else {CONTRACT_VARIABLE: ""}
     began = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "bench.stack", "--process", side, "--model", model, "--out", str(out)], env=environment)
