@@ -143,10 +143,10 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of the measured tree, where git is not at hand")
     parser.add_argument("--out", default=table.PATH, help="table to write (default: %(default)s)")
     options = parser.parse_args()
-    if options.process:  # asks for no GPU before vLLM forks its engine
+    table.need_gpu()
+    if options.process:
         Path(options.out).write_text(json.dumps({"engine": engine, "trainer": trainer}[options.process](options.model)))
         return
-    table.need_gpu()
     results = table.Table(options.out, options.commit, ("vllm", "megatron-core"))
     with tempfile.TemporaryDirectory(prefix="isoexec-bench-") as folder:
         work = Path(folder)
