@@ -111,7 +111,7 @@ class ArmRun:
             self.unable = str(error)
             self._progress(f"{self.arm}: cannot go on: {self.unable}")
         finally:
-            self._queue.shutdown(wait=True, cancel_futures=True)
+            self._queue.shutdown(wait=True, cancel_futures=self.unable is None)  # what was sampled before is scored all the same
         scored = [(s, scoring) for s in self.samples for scoring in self._scorings(s.setting) if scoring.name in s.trainer]
         comparisons = [
             compare(self.model.name, self.arm, f"{s.setting.name} / {scoring.name}", s.engine, s.trainer[scoring.name])
