@@ -56,17 +56,17 @@ def test_a_padded_batch_holds_sequences_beside_each_other():
     check_targets(batch, PAIRS)
 
 
-def test_positions_restart_with_every_sequence_also_after_an_empty_one():
+def positions_of(packed):
     from isoexec.runtimes.megatron.modules import RopeTable
-
-    bounds = torch.tensor([0, 0, 3, 3, 5, 5], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
 
     class Config:
         sequence_parallel = False
 
-    positions = RopeTable.get_rotary_seq_len(None, None, None, torch.zeros(5, 1, 2), Config, packed)
-    assert positions.tolist() == [0, 1, 2, 0, 1]
+    return RopeTable.get_rotary_seq_len(None, None, None, torch.zeros(5, 1, 2), Config, packed).tolist()
+
+
+def test_positions_restart_with_every_sequence_also_after_an_empty_one():
+    assert positions_of(packed_of(0, 0, 3, 3, 5, 5)) == [0, 1, 2, 0, 1]
 
 
 def packed_of(*bounds, format="thd"):
@@ -100,3 +100,12 @@ def test_a_pack_is_read_once_until_it_is_written():
         assert packing.bounds_of(kept, 5, "cpu").on_host == (0, 3, 5)
         kept.cu_seqlens_q[1] = 4
         assert packing.bounds_of(kept, 5, "cpu").on_host == (0, 4, 5)
+
+
+def test_a_micro_batch_reads_its_pack_anew_before_its_layers_ask():
+    """What a collective or ``.data`` writes leaves no trace."""
+    packed = packed_of(0, 3, 5)
+    assert positions_of(packed) == [0, 1, 2, 0, 1] and packing.bounds_of(packed, 5, "cpu").on_host == (0, 3, 5)
+    packed.cu_seqlens_q.data[1] = 1
+    assert packing.bounds_of(packed, 5, "cpu").on_host == (0, 3, 5), "nothing to see, so nothing is read"
+    assert positions_of(packed) == [0, 0, 1, 2, 3] and packing.bounds_of(packed, 5, "cpu").on_host == (0, 1, 5)

@@ -137,7 +137,7 @@ class RopeTable(RotaryEmbedding):
         tokens = torch.arange(x.shape[0] * degree, device=x.device)
         if packed_seq_params is None:
             return tokens
-        starts = packing.bounds_of(packed_seq_params, len(tokens), x.device).cu_seqlens.to(torch.int64)
+        starts = packing.bounds_of(packed_seq_params, len(tokens), x.device, anew=True).cu_seqlens.to(torch.int64)
         sequence = torch.bucketize(tokens, starts, right=True) - 1  # the last start <= token: skips empty sequences
         return tokens - starts[sequence]
 

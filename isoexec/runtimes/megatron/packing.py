@@ -53,14 +53,18 @@ class Bounds(NamedTuple):
         return max((stop - start for start, stop in itertools.pairwise(self.on_host)), default=0)
 
 
-#: (tensor, its version, what it held) of the latest micro-batches: a pipeline has several under way.
+#: (tensor, its version, what it held) of the latest micro-batches, latest first: a pipeline has several under way.
 _read: deque[tuple[torch.Tensor, int, Bounds]] = deque(maxlen=8)
 
 
-def bounds_of(packed_seq_params: PackedSeqParams | None, tokens: int, device: torch.device) -> Bounds:
+def bounds_of(packed_seq_params: PackedSeqParams | None, tokens: int, device: torch.device, anew: bool = False) -> Bounds:
     """Bounds of a micro-batch of ``tokens`` tokens; one sequence when it is not packed.
 
     A device is waited for once per micro-batch, not in every layer: what has been read of a tensor serves until the tensor is written.
+
+    Args:
+        anew: read it in any case. A collective, a graph or ``.data`` writes a tensor without a trace: whoever is asked first in a
+            micro-batch says so, lest the layers be given the one before.
 
     Raises:
         ContractError: the pack has another format, or does not cover the tokens.
@@ -70,7 +74,7 @@ def bounds_of(packed_seq_params: PackedSeqParams | None, tokens: int, device: to
     if packed_seq_params.qkv_format != "thd":
         raise ContractError(f"packed_seq_params.qkv_format: expected 'thd', found {packed_seq_params.qkv_format!r}")
     padded = packed_seq_params.cu_seqlens_q_padded
-    found = _bounds(packed_seq_params.cu_seqlens_q if padded is None else padded)
+    found = _bounds(packed_seq_params.cu_seqlens_q if padded is None else padded, anew)
     if found.on_host[-1:] != (tokens,):
         raise ContractError(
             f"packed_seq_params.cu_seqlens_q: expected to end at the {tokens} tokens of the micro-batch, found {list(found.on_host)}; "
@@ -79,13 +83,13 @@ def bounds_of(packed_seq_params: PackedSeqParams | None, tokens: int, device: to
     return found
 
 
-def _bounds(cu_seqlens: torch.Tensor) -> Bounds:
-    for tensor, version, bounds in tuple(_read):
+def _bounds(cu_seqlens: torch.Tensor, anew: bool) -> Bounds:
+    for tensor, version, bounds in () if anew else tuple(_read):
         if tensor is cu_seqlens and version == cu_seqlens._version:
             return bounds
     bounds = Bounds(cu_seqlens.to(torch.int32), tuple(cu_seqlens.tolist()))
     if not cu_seqlens.is_inference():  # those keep no version
-        _read.append((cu_seqlens, cu_seqlens._version, bounds))
+        _read.appendleft((cu_seqlens, cu_seqlens._version, bounds))
     return bounds
 
 
