@@ -219,3 +219,24 @@ def test_upstream_refuses_a_budget_that_needs_chunks(opened):
     with pytest.raises(RuntimeError, match=r"max_num_batched_tokens: expected 512 \(max_model_len\) or more, found 100: .* chunked prefill"):
         with opened(contract=None, max_num_batched_tokens=100):
             pass
+
+
+def test_upstream_runs_sequences_as_short_as_a_block(opened, prompts):
+    """The recipes' arm without a contract: its AMX kernels take slots of states that lie one beside the other alone."""
+    with opened(contract=None, max_model_len=64) as engine:
+        assert [len(r.tokens) for r in engine.generate(prompts[:3], [0, 1, 2], 1.0, 4)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_a_training_run_asks_upstream_for_what_it_supports(made, architecture, tmp_path, monkeypatch, amx):
+    """Upstream does not start where it finds out by itself that it has no prefix cache; a budget that needs chunks it then refuses."""
+    from isoexec.runtimes.skyrl import config, server
+    from tests.skyrl.small_run import small_config
+
+    model, contract = made(architecture)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    for value in ("", contract):
+        monkeypatch.setenv(CONTRACT_VARIABLE, value)
+        args = server.engine_arguments(config.resolve(small_config(model, tmp_path)))
+        asked = [args.enable_prefix_caching, args.enable_chunked_prefill]
+        assert asked == ([False, False] if amx and not value else [True, None])  # None: vLLM's default

@@ -8,6 +8,7 @@ import threading
 from argparse import Namespace
 
 import psutil
+import torch
 from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
 from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMServerActor
 
@@ -83,6 +84,8 @@ def engine_arguments(config: TrainConfig) -> Namespace:
         wanted["language_model_only"] = True
     if "linear_attention" in model.get("text_config", model).get("layer_types", ()):
         wanted["mamba_ssm_cache_dtype"] = "float32"
+        if active_contract() is None and not uses_gpus() and torch.cpu._is_amx_tile_supported():
+            wanted |= {"enable_prefix_caching": False, "enable_chunked_prefill": False}  # upstream has neither, and ends if asked
     if active_contract() is not None and not args.enforce_eager:
         wanted |= graphs.arguments(args.max_num_seqs)
     given = config.generator.inference_engine.engine_init_kwargs
