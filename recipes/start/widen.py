@@ -48,9 +48,10 @@ def widen(source: Path, folder: Path, hidden: int, mlp: int, layers: int) -> Non
             than it has.
     """
     config = json.loads((source / "config.json").read_text())
-    old, types = config["num_hidden_layers"], config["layer_types"]
     if config["architectures"] not in ARCHITECTURES or config["tie_word_embeddings"]:
         raise SystemExit(f"{source}: expected {' or '.join(a for a, in ARCHITECTURES)} whose head is not its embedding")
+    old = config["num_hidden_layers"]
+    types = config.get("layer_types") or ["full_attention"] * old
     if any(factor < 1 or factor & (factor - 1) for factor in (hidden, mlp)) or layers < old:
         raise SystemExit(f"expected powers of two and at least {old} layers, found --hidden {hidden} --mlp {mlp} --layers {layers}")
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MODEL))
