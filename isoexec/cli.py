@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         "--plant-ulp", action="store_true", help="self-test: move one weight of the trainer's copy by one ulp; exit status 1 is expected"
     )
     verify.add_argument("--cuda-graphs", action="store_true", help="capture the engine's decode steps, on a GPU")
+    verify.add_argument("--engine-tp", type=int, default=1, metavar="N", help="ranks of the engine under the contract, which share out experts too")
     verify.add_argument("--no-native", dest="native", action="store_false", help="leave out upstream's own kernels, which prove nothing")
     _add_numerics(verify)
     verify.set_defaults(run=_verify)
@@ -210,6 +211,7 @@ def _verify(options) -> int:
             numerics=_numerics(options),
             native=options.native,
             cuda_graphs=options.cuda_graphs,
+            engine_tp=options.engine_tp,
         )
     )
 

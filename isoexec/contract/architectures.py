@@ -139,6 +139,11 @@ def is_hybrid(architecture: str) -> bool:
 BIASED_ROUTERS = ("Glm4MoeLiteForCausalLM",)
 
 
+def has_experts(architecture: str) -> bool:
+    """Whether the architecture has layers with routed experts."""
+    return any(region.name == "experts" for region in REGIONS.get(architecture, ()))
+
+
 def dtypes(architecture: str) -> dict[str, str]:
     """dtype of every parameter (by the end of its name; ``*``: of all others), buffer and state."""
     found = {"*": "bfloat16", "kv_cache": "bfloat16", "logits": "float32", "logprobs": "float32", "rope_table": "float32"}

@@ -1,4 +1,4 @@
-"""Layouts of the trainer: which of them have the bits of one process, by their degrees and the sizes of the model alone."""
+"""Layouts of either side: which of them have the bits of one process, by their degrees and the sizes of the model alone."""
 
 from __future__ import annotations
 
@@ -103,19 +103,26 @@ def check_sizes(layout: Layout, ranks: int, where: str = "") -> None:
         )
 
 
-def check_degrees(numerics: Numerics, layout, where: str = "") -> None:
+def check_degrees(numerics: Numerics, layout, where: str = "", replicated: bool = False) -> None:
     """Refuse a layout whose ranks would not hold whole heads, whole subtrees of the leaves and whole groups of the combine.
 
     Args:
         layout, where: see :func:`check_claims`.
+        replicated: every expert-parallel rank holds the same tokens, as in an engine.
 
     Raises:
         ContractError: names the degree, what it has to divide, what was found and what to do.
     """
     check_settings((CONTEXT,), layout, where)
     _check_tensor_parallel(numerics, layout, where)
-    if layout.num_moe_experts is not None:
-        _check_experts(numerics, layout, where)
+    if layout.num_moe_experts is None:
+        return
+    _check_experts(numerics, layout, where)
+    if layout.tensor_model_parallel_size > 1 and not (layout.sequence_parallel or replicated):
+        raise ContractError(
+            f"{where}sequence_parallel: expected True with experts under tensor parallelism, found False: every rank would train the "
+            "experts on the same tokens; switch it on"
+        )
 
 
 def _check_tensor_parallel(numerics: Numerics, layout, where: str) -> None:
@@ -145,9 +152,4 @@ def _check_experts(numerics: Numerics, layout, where: str) -> None:
             f"{where}expert_model_parallel_size: expected a divisor of numerics.combine_groups {groups}, and that one of "
             f"{layout.num_moe_experts} experts, found {layout.expert_model_parallel_size}; lower it, or build the contract from the "
             "checkpoint"
-        )
-    if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
-        raise ContractError(
-            f"{where}sequence_parallel: expected True with experts under tensor parallelism, found False: every rank would train the "
-            "experts on the same tokens; switch it on"
         )

@@ -23,7 +23,7 @@ class EngineOperations:
         self.close()
         choose_contract(contract)
         self._budget = shape["max_num_batched_tokens"]
-        self._engine = self._engine_class(model, **shape)
+        self._engine = self._engine_class(model, **shape, **_ranks())
 
     def generate(
         self, prompts, seeds, temperature: float, max_tokens: int, one_at_a_time: bool, rows: bool, evict_at=(), trace: dict | None = None
@@ -75,6 +75,12 @@ class EngineOperations:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+
+def _ranks() -> dict[str, int]:
+    """The engine's argument where this process is one of several ranks."""
+    count = int(os.environ.get("WORLD_SIZE", 1))
+    return {"tensor_parallel": count} if count > 1 else {}
 
 
 def choose_contract(path: str | None) -> None:

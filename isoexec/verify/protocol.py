@@ -12,13 +12,15 @@ import json
 import os
 import queue
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from isoexec.contract import ContractError
@@ -190,6 +192,29 @@ class Worker:
         self._lines.put(None)
 
 
+class Ranks:
+    """Workers that are the ranks of one side, in their order: each makes every call, and all have to give the same answer."""
+
+    def __init__(self, workers: Sequence[Worker]):
+        self._workers = list(workers)
+        self.name, self.log = workers[0].name, workers[0].log
+        self._calls = ThreadPoolExecutor(len(workers), thread_name_prefix=self.name)
+
+    def call(self, operation: str, timeout: float, **arguments):
+        """As :meth:`Worker.call`.
+
+        Raises:
+            WorkerError: as there, or two ranks answer differently.
+        """
+        pending = [self._calls.submit(worker.call, operation, timeout, **arguments) for worker in self._workers]
+        ended, _ = wait(pending, return_when=FIRST_EXCEPTION)  # a rank that fails leaves the others waiting for it
+        answers = [call.result() for call in sorted(ended, key=pending.index)]
+        for worker, answer in zip(self._workers, answers):
+            if answer != answers[0]:
+                raise WorkerError(f"{worker.name}: answers {operation!r} otherwise than {self.name}; logs: {worker.log}, {self.log}")
+        return answers[0]
+
+
 class WorkerGroup:
     """Workers that live and die together: the first failure ends all of them, and leaving the block always does.
 
@@ -201,6 +226,7 @@ class WorkerGroup:
         self._lock = threading.Lock()
         self._stopped = False
         self.workers: list[Worker] = []
+        self._ports: list[int] = []  # of ranks
         self.error: BaseException | None = None  # the first failure; those that follow are its consequences
         self._restore: Callable[[], object] = lambda: None
 
@@ -224,6 +250,16 @@ class WorkerGroup:
             self.workers.append(worker)
             return worker
 
+    def start_ranks(self, count: int, name: str, module: str, environment: dict[str, str | None]) -> Worker | Ranks:
+        """Start ``count`` ranks of one side, which find each other by torch's variables; one is a worker like any other."""
+        if count == 1:
+            return self.start(name, module, environment)
+        port = _free_port()
+        self._ports.append(port)
+        common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [environment | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        return Ranks([self.start(f"{name}-{rank}", module, each) for rank, each in enumerate(ranks)])
+
     def fail(self, error: BaseException) -> None:
         """Record ``error`` if it is the first and end every worker."""
         with self._lock:
@@ -239,3 +275,12 @@ class WorkerGroup:
             thread.start()
         for thread in threads:
             thread.join()
+        for port in self._ports:  # vLLM's ranks on a CPU leave the memory that they share when they are ended
+            for path in Path("/dev/shm").glob(f"{port}-*cpushm_*"):
+                path.unlink(missing_ok=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return opened.getsockname()[1]

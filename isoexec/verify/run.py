@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from isoexec.contract import CONTRACT_VARIABLE, ContractError, ExecutionContract, Numerics, contract_for_model
+from isoexec.contract import CONTRACT_VARIABLE, Claims, ContractError, ExecutionContract, Numerics, contract_for_model
+from isoexec.contract.architectures import has_experts
 from isoexec.verify.accuracy import Accuracy, measure
 from isoexec.verify.arguments import check_limits, check_model, text_config
 from isoexec.verify.arm import FIRST_WEIGHTS, ArmRun, ModelUnderTest
@@ -44,6 +45,7 @@ class Options:
         timeout: seconds in which a worker must answer.
         numerics: constants of the contract that are not its defaults.
         native: also run upstream's own kernels, to compare with; they prove nothing.
+        engine_tp: tensor-parallel ranks of the isoexec arm's engine, which share out experts too; the native arm's has one.
     """
 
     model: Path | None
@@ -54,6 +56,7 @@ class Options:
     timeout: float = 600.0
     numerics: dict = dataclasses.field(default_factory=dict)
     native: bool = True
+    engine_tp: int = 1
 
 
 def make_options(
@@ -68,6 +71,7 @@ def make_options(
     numerics: dict | None = None,
     native: bool = True,
     cuda_graphs: bool = False,
+    engine_tp: int = 1,
 ) -> Options:
     """Check the inputs before anything is started.
 
@@ -86,7 +90,10 @@ def make_options(
     if cuda_graphs:
         check_graphs()
         plans = tuple(each.captured() for each in plans)
-    return Options(folder, Path(out), *plans, plant, timeout, numerics or {}, native)
+    options = Options(folder, Path(out), *plans, plant, timeout, numerics or {}, native, engine_tp)
+    if engine_tp != 1:
+        _claimed(_uncomposed(folder, options), engine_tp)
+    return options
 
 
 def backend() -> str:
@@ -186,7 +193,7 @@ class _Run:
 
     def _start_workers(self) -> None:
         model = self._options.model
-        contract = _contract_of(model, self._options.numerics) if model else ExecutionContract(MADE_ARCHITECTURES[0], backend())
+        contract = _contract_of(model, self._options) if model else _uncomposed(None, self._options)
         first_contract = self._work / "first.contract.json"  # each model's own is named when it is opened
         first_contract.write_text(contract.to_json(), encoding="utf-8")
         self._reference = self._group.start("reference", "isoexec.verify.reference_worker", worker_environment(None))
@@ -194,7 +201,9 @@ class _Run:
         for arm in self._arms:
             environment = worker_environment(first_contract if arm == "isoexec" else None)
             self._workers[arm] = (
-                self._group.start(f"engine-{arm}", "isoexec.verify.engine_worker", environment),
+                self._group.start_ranks(
+                    self._options.engine_tp if arm == "isoexec" else 1, f"engine-{arm}", "isoexec.verify.engine_worker", environment
+                ),
                 self._group.start(f"trainer-{arm}", "isoexec.verify.trainer_worker", environment),
             )
         self._progress(f"{len(self._group.workers)} processes import their frameworks; logs: {self._options.out / 'logs'}")
@@ -242,7 +251,7 @@ class _Run:
     def _describe(self, folder: Path) -> ModelUnderTest:
         config = check_model(folder)
         contract = self._work / f"{folder.name}.contract.json"
-        contract.write_text(_contract_of(folder, self._options.numerics).to_json(), encoding="utf-8")
+        contract.write_text(_contract_of(folder, self._options).to_json(), encoding="utf-8")
         planted = self._work / f"{folder.name}-planted"
         weight = plant_ulp(folder, planted)
         if self._options.plant:
@@ -258,9 +267,8 @@ class _Run:
 
     def _arm_run(self, arm: str, model: ModelUnderTest, plan: Plan) -> ArmRun:
         options = self._options
-        return ArmRun(
-            arm, model, plan, self._workers[arm], self._group, self._work, self._progress, options.timeout, options.out
-        )
+        traces = options.out if options.engine_tp == 1 else None  # a rank's rows are parts of the trainer's: no trace compares them
+        return ArmRun(arm, model, plan, self._workers[arm], self._group, self._work, self._progress, options.timeout, traces)
 
     def _accuracy(self, model: ModelUnderTest, isoexec: ArmRun, native: ArmRun) -> Accuracy:
         """Both arms against HF in fp32, over all tokens that isoexec generated."""
@@ -310,11 +318,22 @@ class _Run:
         return status
 
 
-def _contract_of(folder: Path, numerics: dict) -> ExecutionContract:
+def _contract_of(folder: Path, options: Options) -> ExecutionContract:
     """The contract of a checkpoint, pinned to the ops of this installation: the workers refuse to run others."""
     from isoexec.runtimes.compose import composed  # imports torch, which bad input has no need of
 
-    return composed(contract_for_model(folder, backend(), **numerics))
+    return composed(_claimed(_uncomposed(folder, options), options.engine_tp))
+
+
+def _uncomposed(folder: Path | None, options: Options) -> ExecutionContract:
+    """The contract of a checkpoint, or of the first that is made, before ops are pinned."""
+    return contract_for_model(folder, backend(), **options.numerics) if folder else ExecutionContract(MADE_ARCHITECTURES[0], backend())
+
+
+def _claimed(contract: ExecutionContract, engine_tp: int) -> ExecutionContract:
+    """``contract`` with the claims of such an engine; a degree that it has no leaves or groups for is refused."""
+    sparse = engine_tp if has_experts(contract.architecture) else 1
+    return dataclasses.replace(contract, claims=Claims(engine_tp=engine_tp, engine_ep=sparse))
 
 
 def _finite(numbers: dict) -> dict:

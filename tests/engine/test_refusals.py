@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from bitwise import same
 
-from isoexec.contract import ContractError, ExecutionContract, Numerics
+from isoexec.contract import Claims, ContractError, ExecutionContract, Numerics
 from isoexec.contract.checkpoints import COVERED
 from isoexec.runtimes.vllm import settings
 
@@ -35,7 +35,6 @@ class Overlay:
         ({"kv_cache_dtype": "fp8"}, "cache_config.cache_dtype"),
         ({"enable_lora": True}, "lora_config"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}, "speculative_config"),
-        ({"tensor_parallel_size": 2}, "parallel_config.tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "parallel_config.pipeline_parallel_size"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -44,6 +43,32 @@ def test_engine_setting(open_engine, checkpoint, arguments, name):
     with pytest.raises(ContractError, match=rf"{name}: expected .*, found .*set it to"):
         with open_engine(checkpoint, **arguments):
             pass
+
+
+def test_ranks_of_an_engine():
+    """What they share out is whole, and claimed."""
+
+    def check(degree, expert_parallel=False, claims=Claims(engine_tp=8, engine_ep=8), experts=None, **sizes):
+        text = SimpleNamespace(**{"num_hidden_layers": 4, "num_key_value_heads": 8, "num_experts": experts, **sizes})
+        contract = ExecutionContract("Qwen3ForCausalLM", "cpu", Numerics(), claims)
+        settings._check_ranks(contract, SimpleNamespace(tensor_parallel_size=degree, enable_expert_parallel=expert_parallel), text)
+
+    for degree in (1, 2, 4, 8):
+        check(degree)
+        check(degree, degree > 1, experts=16)
+    for arguments, message in (
+        (dict(degree=2, claims=Claims()), r"tensor_parallel_size: the contract claims at most 1 \(claims.engine_tp\), found 2; .*--claim engine_tp=2"),
+        (dict(degree=4, expert_parallel=True, experts=16, claims=Claims(engine_tp=4)), r"at most 1 \(claims.engine_ep\), found 4"),
+        (dict(degree=2, experts=16), "enable_expert_parallel: expected True with tensor_parallel_size 2 and 16 experts, found False"),
+        (dict(degree=1, expert_parallel=True, experts=16), "enable_expert_parallel: expected False .*, found True"),
+        (dict(degree=2, expert_parallel=True), "enable_expert_parallel: expected False .* and no experts, found True"),
+        (dict(degree=4, num_key_value_heads=2), "tensor_model_parallel_size: expected a divisor of the 2 key/value heads, found 4"),
+        (dict(degree=4, linear_num_key_heads=2), "expected a divisor of the 2 key heads of Gated DeltaNet, found 4"),
+        (dict(degree=3), "tensor_model_parallel_size: expected a divisor of numerics.row_leaves 8, found 3"),
+        (dict(degree=2, expert_parallel=True, experts=12), "expert_model_parallel_size: expected a divisor of numerics.combine_groups 8"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            check(**arguments)
 
 
 @pytest.mark.parametrize("architecture", ("Qwen3ForCausalLM", "Qwen3_5MoeForCausalLM", "Glm4MoeLiteForCausalLM"))

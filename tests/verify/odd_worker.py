@@ -13,6 +13,10 @@ def refuse():
     raise ContractError("setting x: expected 1, found 2")
 
 
+def refuse_on(rank: str) -> None:
+    refuse() if os.environ["RANK"] == rank else time.sleep(600)
+
+
 def spawn_child() -> int:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
@@ -31,6 +35,7 @@ def start():
         "sleep": lambda: time.sleep(600),
         "divide": lambda: 1 / 0,
         "refuse": refuse,
+        "refuse_on": refuse_on,
         "child": spawn_child,
     }
 

@@ -79,19 +79,20 @@ def test_what_the_user_sees(finished, document):
 
 def test_a_hybrid_in_the_shortest_run(tmp_path):
     """As few tokens as the command takes: every setting still happens, with states of Gated DeltaNet in the cache; the form of checkpoint and
-    of the core that no other run of both engines has."""
+    of the core that no other run of both engines has, and an engine of two ranks beside a trainer of one."""
     from isoexec.verify.checkpoint import make_checkpoint
 
     name = "Qwen3_5ForConditionalGeneration"
     model = make_checkpoint(tmp_path / name, name, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     command = [sys.executable, "-m", "isoexec.cli", "verify", "--model", str(model), "--prompts", "16", "--tokens", "8"]
-    command += ["--gdn-form", "cpr", "--gdn-chunk", "64", "--out", str(tmp_path / "out")]
+    command += ["--gdn-form", "cpr", "--gdn-chunk", "64", "--engine-tp", "2", "--out", str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     document = json.loads((tmp_path / "out" / "verify.json").read_text())
     assert all((run["bit_equal"], run["rows_equal"], run["max_abs"]) == (1.0, 1.0, 0.0) for run in runs(document, "isoexec"))
     [model] = document["models"].values()
     assert model["evidence"]["isoexec"]["preempted"]["preemptions"] >= 8
+    assert {"engine-native", "engine-isoexec-0", "engine-isoexec-1"} <= set(document["seconds"])
 
 
 def test_the_self_test_ends_with_1(tmp_path):

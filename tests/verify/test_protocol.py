@@ -90,6 +90,32 @@ def test_a_worker_that_does_not_start(group, mode, text):
         odd(group, mode).started(60)
 
 
+@pytest.fixture
+def ranks(group):
+    path = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return group.start_ranks(2, "odd", "odd_worker", {"PYTHONPATH": path})
+
+
+def test_ranks_make_every_call_and_give_one_answer(ranks):
+    assert ranks.call("echo", 60, value=3) == 3
+    assert ranks.call("environment", 10, name="WORLD_SIZE") == "2"
+    assert ranks.call("environment", 10, name="MASTER_PORT").isdecimal()
+    with pytest.raises(WorkerError, match="odd-1: answers 'environment' otherwise than odd-0; logs: "):
+        ranks.call("environment", 10, name="RANK")
+
+
+def test_a_rank_that_fails_is_not_waited_out(ranks):
+    """The others may wait for it for ever."""
+    with pytest.raises(WorkerRefused, match="odd-1: .*expected 1, found 2"):
+        ranks.call("refuse_on", 60, rank="1")
+
+
+def test_one_rank_is_a_worker(group):
+    path = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+    alone = group.start_ranks(1, "odd", "odd_worker", {"PYTHONPATH": path, "WORLD_SIZE": None})
+    assert alone.name == "odd" and alone.call("environment", 60, name="WORLD_SIZE") is None
+
+
 def test_the_first_failure_ends_all(group):
     first, second = odd(group, name="first"), odd(group, name="second")
     for worker in (first, second):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from isoexec.contract import ContractError, Identity, Numerics, active_contract
+from isoexec.contract.architectures import has_experts
 from isoexec.contract.build import read_config
 from isoexec.contract.manifest import Manifest
 from isoexec.ops._core import registry
@@ -71,6 +72,7 @@ class RolloutEngine:
         kv_cache_tokens: int | None = None,
         block_size: int = 32,
         cuda_graphs: bool = False,
+        tensor_parallel: int = 1,
         **engine_args,
     ):
         """
@@ -84,6 +86,8 @@ class RolloutEngine:
                 the scheduler preempt. In a hybrid, the state of a sequence in a group of Gated DeltaNet layers takes a block of it.
             block_size: tokens of a cache block; a hybrid's is the least multiple that holds a state.
             cuda_graphs: capture decode steps, on a GPU.
+            tensor_parallel: ranks that share out heads, channels and whole experts. Each is a process that builds this engine and makes the
+                same calls, and gets the same answers; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in it.
             engine_args: further arguments of ``vllm.LLM``.
 
         Raises:
@@ -112,6 +116,13 @@ class RolloutEngine:
             engine_args = {"language_model_only": True, **engine_args}
         if "linear_attention" in config.get("text_config", config).get("layer_types", ()):
             engine_args = {"mamba_ssm_cache_dtype": "float32", **engine_args}  # upstream's CPU kernel takes no other
+        if tensor_parallel > 1:
+            engine_args = {
+                "tensor_parallel_size": tensor_parallel,
+                "enable_expert_parallel": has_experts(config["architectures"][0]),
+                "distributed_executor_backend": "external_launcher",
+                **engine_args,
+            }
         if cuda_graphs:
             from isoexec.runtimes.vllm import graphs
 

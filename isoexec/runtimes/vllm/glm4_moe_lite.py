@@ -12,14 +12,14 @@ from isoexec.runtimes.vllm import layers
 
 def forward(model, contract, input_ids, positions, inputs_embeds=None):
     """Forward pass of vLLM's ``Glm4MoeLiteModel`` under a contract; arguments and result as :func:`isoexec.runtimes.vllm.qwen3.forward`."""
-    config = model.config
+    config, tp, ep = model.config, layers.tensor_parallel(), layers.expert_parallel()
 
     def table():
         return rope.rope_table(positions, config.qk_rope_head_dim, config.rope_parameters["rope_theta"])
 
     def decoder_layer(layer, x_TD, residual_TD, table):
         attend = layers.attend(layer.self_attn.attn)
-        return glm4_moe_lite.decoder_layer(x_TD, residual_TD, parameters(layer, config), table, attend, contract.numerics)
+        return glm4_moe_lite.decoder_layer(x_TD, residual_TD, parameters(layer, config), table, attend, contract.numerics, tp, ep)
 
     return layers.forward(model, input_ids, inputs_embeds, table, decoder_layer, glm4_moe_lite.final_norm)
 

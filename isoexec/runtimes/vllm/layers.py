@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import unified_attention_with_output
 
 from isoexec.models import qwen3_moe
+from isoexec.ops import collective, moe
 from isoexec.ops._core import registry
-from isoexec.runtimes.vllm import step
+from isoexec.runtimes.vllm import embedding, step
 
 
 def forward(model, input_ids, inputs_embeds, rope_table, decoder_layer, final_norm):
@@ -41,7 +43,19 @@ def max_query_len() -> int | None:
 
 def embed(model, input_ids, inputs_embeds):
     """[T, D] bf16 rows of the tokens, or ``inputs_embeds`` where they are given."""
-    return model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+    return embedding.rows(model.embed_tokens, input_ids, tensor_parallel()) if inputs_embeds is None else inputs_embeds
+
+
+def tensor_parallel() -> collective.TensorParallel | None:
+    """The ops' view of vLLM's tensor-parallel group; None for a group of one."""
+    group = get_tp_group()
+    return collective.TensorParallel(group.device_group) if group.world_size > 1 else None
+
+
+def expert_parallel() -> moe.ExpertParallel | None:
+    """The ranks that share out the experts, which are those of :func:`tensor_parallel` and hold the same tokens; None for one."""
+    tp = tensor_parallel()
+    return None if tp is None else moe.ExpertParallel(tp.group, replicated=True)
 
 
 def split_qkv(heads: int, groups: int, size: int):

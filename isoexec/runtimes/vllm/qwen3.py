@@ -20,12 +20,14 @@ def forward(model, contract, input_ids, positions, inputs_embeds=None):
         [T, D] bf16, normed.
     """
 
+    tp = layers.tensor_parallel()
+
     def table():
         return rope.rope_table(positions, model.layers[0].self_attn.head_dim, model.config.rope_parameters["rope_theta"])
 
     def decoder_layer(layer, x_TD, residual_TD, table):
         attend = layers.attend(layer.self_attn.attn)
-        return qwen3.decoder_layer(x_TD, residual_TD, parameters(layer), table, attend, contract.numerics)
+        return qwen3.decoder_layer(x_TD, residual_TD, parameters(layer), table, attend, contract.numerics, tp)
 
     return layers.forward(model, input_ids, inputs_embeds, table, decoder_layer, qwen3.final_norm)
 

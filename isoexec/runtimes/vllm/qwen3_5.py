@@ -22,7 +22,7 @@ def forward(model, contract, input_ids, positions, inputs_embeds=None):
     Returns:
         [T, D] bf16, normed.
     """
-    config, numerics = model.config, contract.numerics
+    config, numerics, tp = model.config, contract.numerics, layers.tensor_parallel()
 
     def table():
         rope_parameters = config.rope_parameters
@@ -31,10 +31,11 @@ def forward(model, contract, input_ids, positions, inputs_embeds=None):
 
     def decoder_layer(layer, x_TD, residual_TD, table):
         held = parameters(layer, config)
-        run = qwen3_5_moe if isinstance(held, qwen3_5_moe.Qwen35MoELayer) else qwen3_5
+        sparse = isinstance(held, qwen3_5_moe.Qwen35MoELayer)
+        run, ranks = (qwen3_5_moe, (tp, layers.expert_parallel())) if sparse else (qwen3_5, (tp,))
         if layer.layer_type == "full_attention":
-            return run.attention_layer(x_TD, residual_TD, held, table, layers.attend(layer.self_attn.attn), numerics)
-        return run.gdn_layer(x_TD, residual_TD, held, *gdn.callbacks(layer.linear_attn, contract), numerics)
+            return run.attention_layer(x_TD, residual_TD, held, table, layers.attend(layer.self_attn.attn), numerics, *ranks)
+        return run.gdn_layer(x_TD, residual_TD, held, *gdn.callbacks(layer.linear_attn, contract), numerics, *ranks)
 
     return layers.forward(model, input_ids, inputs_embeds, table, decoder_layer, qwen3_5.final_norm)
 
@@ -89,10 +90,10 @@ def gated_delta_net(layer) -> qwen3_5.GatedDeltaNet:
                 f"op gdn.gating: {layer.prefix}.{name}: expected torch.float32, found {getattr(layer, name).dtype}: a rounded one is "
                 "another decay; build the patched vLLM (make build), and sync weights without casting it"
             )
-    channels, value_dim = 2 * layer.key_dim + layer.value_dim, layer.head_v_dim
+    channels, values, value_dim = (2 * layer.key_dim + layer.value_dim) // layer.tp_size, layer.value_dim // layer.tp_size, layer.head_v_dim
 
     def split(qkvz, ba):
-        qkv, z = qkvz.split([channels, layer.value_dim], dim=-1)
+        qkv, z = qkvz.split([channels, values], dim=-1)
         b, a = ba.chunk(2, -1)
         return qkv, z.unflatten(-1, (-1, value_dim)), b, a
 

@@ -11,6 +11,7 @@ from isoexec.runtimes.vllm.qwen3 import parameters as dense_parameters
 def forward(model, contract, input_ids, positions, inputs_embeds=None):
     """Forward pass of vLLM's ``Qwen3MoeModel`` under a contract; arguments and result as :func:`isoexec.runtimes.vllm.qwen3.forward`."""
     config, numerics = model.config, contract.numerics
+    tp, ep = layers.tensor_parallel(), layers.expert_parallel()
 
     def table():
         return rope.rope_table(positions, model.layers[0].self_attn.head_dim, config.rope_parameters["rope_theta"])
@@ -19,8 +20,8 @@ def forward(model, contract, input_ids, positions, inputs_embeds=None):
         attend = layers.attend(layer.self_attn.attn)
         if hasattr(layer.mlp, "experts"):
             held = parameters(layer, config.num_experts_per_tok, config.norm_topk_prob)
-            return qwen3_moe.decoder_layer(x_TD, residual_TD, held, table, attend, numerics)
-        return qwen3.decoder_layer(x_TD, residual_TD, dense_parameters(layer), table, attend, numerics)
+            return qwen3_moe.decoder_layer(x_TD, residual_TD, held, table, attend, numerics, tp, ep)
+        return qwen3.decoder_layer(x_TD, residual_TD, dense_parameters(layer), table, attend, numerics, tp)
 
     return layers.forward(model, input_ids, inputs_embeds, table, decoder_layer, qwen3.final_norm)
 

@@ -6,6 +6,7 @@ import torch
 
 from isoexec.contract import ContractError, ExecutionContract
 from isoexec.contract.checkpoints import check_checkpoint
+from isoexec.contract.layouts import Layout, check_degrees, check_sizes
 from isoexec.contract.settings import UNPROVEN, UNROUTED, Setting, check_settings
 from isoexec.runtimes import activation
 
@@ -28,12 +29,11 @@ ENGINE = (
     Setting("speculative_config", (None,), "what is sampled would depend on the draft"),
     Setting("kv_transfer_config", (None,), UNPROVEN),
     Setting("use_v2_model_runner", (False,), "its sampler is not routed; set VLLM_USE_V2_MODEL_RUNNER=0"),
-    Setting("parallel_config.tensor_parallel_size", (1,), "vLLM's collectives add in rank order"),
     Setting("parallel_config.pipeline_parallel_size", (1,), UNPROVEN),
     Setting("parallel_config.prefill_context_parallel_size", (1,), "partial attention outputs would be merged"),
     Setting("parallel_config.decode_context_parallel_size", (1,), "partial attention outputs would be merged"),
-    Setting("parallel_config.enable_expert_parallel", (False,), UNPROVEN),
     Setting("parallel_config.enable_dbo", (False,), UNPROVEN),
+    Setting("parallel_config.expert_placement_strategy", ("linear",), "a rank's experts are neighbours, whose groups make a subtree of the combine"),
 )
 
 #: Without ``enforce_eager``; vLLM's names of the values.
@@ -119,6 +119,7 @@ def check(contract: ExecutionContract, config) -> None:
     check_settings((*ENGINE, *ENGINE_OF[contract.architecture]), config)
     text_config = config.model_config.hf_text_config
     _check_graphs(contract, config)
+    _check_ranks(contract, config.parallel_config, text_config)
     check_checkpoint(contract.architecture, text_config)
     _check_numerics(contract, text_config)
 
@@ -129,10 +130,37 @@ def _check_graphs(contract: ExecutionContract, config) -> None:
         check_settings(_EAGER if contract.backend == "cpu" else _GRAPHS, config)
 
 
+def _check_ranks(contract: ExecutionContract, parallel, text_config) -> None:
+    """The ranks of an engine share out heads, leaves and whole experts, each of them as many."""
+    degree, experts = parallel.tensor_parallel_size, _experts(text_config)
+    if parallel.enable_expert_parallel != (degree > 1 and experts is not None):
+        raise ContractError(
+            f"parallel_config.enable_expert_parallel: expected {not parallel.enable_expert_parallel} with tensor_parallel_size {degree} and "
+            f"{experts or 'no'} experts, found {parallel.enable_expert_parallel}: ranks hold whole experts, since the K of an expert's matrices is "
+            "never split"
+        )
+    shared = degree if experts else 1
+    for claim, used in (("engine_tp", degree), ("engine_ep", shared)):
+        if used > (claimed := getattr(contract.claims, claim)):
+            raise ContractError(
+                f"parallel_config.tensor_parallel_size: the contract claims at most {claimed} (claims.{claim}), found {used}; set it to "
+                f"{claimed}, or build a contract with the larger claim (isoexec contract build --claim {claim}={used})"
+            )
+    sizes = text_config.num_hidden_layers, text_config.num_key_value_heads, experts, getattr(text_config, "linear_num_key_heads", None)
+    layout = Layout(*sizes, tensor_model_parallel_size=degree, expert_model_parallel_size=shared)
+    check_degrees(contract.numerics, layout, "engine: ", replicated=True)
+    check_sizes(layout, degree, "engine: ")
+
+
+def _experts(text_config) -> int | None:
+    """Routed experts of a layer."""
+    return getattr(text_config, "num_experts", None) or getattr(text_config, "n_routed_experts", None)
+
+
 def _check_numerics(contract: ExecutionContract, text_config) -> None:
     """Constants that must fit the model."""
     numerics = contract.numerics
-    experts = getattr(text_config, "num_experts", None) or getattr(text_config, "n_routed_experts", None)
+    experts = _experts(text_config)
     if experts and experts % numerics.combine_groups:
         raise ContractError(
             f"numerics.combine_groups: expected a divisor of the model's {experts} experts, found {numerics.combine_groups}; rebuild the "
