@@ -11,11 +11,11 @@ from isoexec.contract.types import Claims, Numerics
 CONTEXT = Setting("context_parallel_size", (1,), "no layer fetches keys, values or states of the other ranks")
 EXPERT_TENSOR = Setting("expert_tensor_parallel_size", (1,), "the K of an expert's matrices is never split")
 
-#: (claim, degree): the degree in use must not exceed the claim.
+#: (claim without its side, degree): the degree in use must not exceed the claim.
 _DEGREES = (
-    ("trainer_tp", "tensor_model_parallel_size"),
-    ("trainer_pp", "pipeline_model_parallel_size"),
-    ("trainer_ep", "expert_model_parallel_size"),
+    ("tp", "tensor_model_parallel_size"),
+    ("pp", "pipeline_model_parallel_size"),
+    ("ep", "expert_model_parallel_size"),
 )
 
 
@@ -42,12 +42,12 @@ class Layout:
 
     def claims(self) -> Claims:
         """The smallest claims that cover this layout of the trainer, and an engine of one process."""
-        degrees = {claim: getattr(self, field) for claim, field in _DEGREES}
+        degrees = {f"trainer_{claim}": getattr(self, field) for claim, field in _DEGREES}
         return Claims(**degrees, trainer_sp=self.sequence_parallel)
 
 
 def check_claims(claims: Claims, layout, where: str = "") -> None:
-    """Refuse a degree beyond its claim.
+    """Refuse a trainer's degree beyond its claim.
 
     Args:
         layout: :class:`Layout`, or Megatron's ``TransformerConfig``.
@@ -56,18 +56,37 @@ def check_claims(claims: Claims, layout, where: str = "") -> None:
     Raises:
         ContractError: names the degree, its claim, what was found and what to do.
     """
-    for claim, field in _DEGREES:
-        claimed, used = getattr(claims, claim), getattr(layout, field)
-        if used > claimed:
-            raise ContractError(
-                f"{where}{field}: the contract claims at most {claimed} (claims.{claim}), found {used}; lower it, or build a contract "
-                "with the larger claim"
-            )
+    _check_degrees_claimed("trainer", claims, layout, where)
     if layout.tensor_model_parallel_size > 1 and layout.sequence_parallel and not claims.trainer_sp:
         raise ContractError(
             f"{where}sequence_parallel: the contract claims false (claims.trainer_sp), found True; switch it off, or build a contract that "
             "claims it"
         )
+
+
+def _check_degrees_claimed(side: str, claims: Claims, layout, where: str) -> None:
+    for name, field in _DEGREES:
+        claim, used = f"{side}_{name}", getattr(layout, field)
+        if used > (claimed := getattr(claims, claim)):
+            raise ContractError(
+                f"{where}{field}: the contract claims at most {claimed} (claims.{claim}), found {used}; lower it, or build a contract "
+                "with the larger claim"
+            )
+
+
+def check_engine(claims: Claims, numerics: Numerics, layout: Layout, where: str = "") -> None:
+    """Refuse ranks of an engine that are not claimed, or would not hold whole heads, subtrees of the leaves and groups of the combine.
+
+    Args:
+        layout: the engine's; its ranks share out tensors and whole experts.
+        where: see :func:`check_claims`.
+
+    Raises:
+        ContractError: names the degree, what was expected, what was found and what to do.
+    """
+    _check_degrees_claimed("engine", claims, layout, where)
+    check_degrees(numerics, layout, where, replicated=True)
+    check_sizes(layout, layout.tensor_model_parallel_size, where)
 
 
 def check_sizes(layout: Layout, ranks: int, where: str = "") -> None:

@@ -57,7 +57,7 @@ def test_ranks_of_an_engine():
         check(degree)
         check(degree, degree > 1, experts=16)
     for arguments, message in (
-        (dict(degree=2, claims=Claims()), r"tensor_parallel_size: the contract claims at most 1 \(claims.engine_tp\), found 2; .*--claim engine_tp=2"),
+        (dict(degree=2, claims=Claims()), r"tensor_model_parallel_size: the contract claims at most 1 \(claims.engine_tp\), found 2"),
         (dict(degree=4, expert_parallel=True, experts=16, claims=Claims(engine_tp=4)), r"at most 1 \(claims.engine_ep\), found 4"),
         (dict(degree=2, experts=16), "enable_expert_parallel: expected True with tensor_parallel_size 2 and 16 experts, found False"),
         (dict(degree=1, expert_parallel=True, experts=16), "enable_expert_parallel: expected False .*, found True"),

@@ -102,6 +102,34 @@ def test_a_layout_that_is_not_proven_is_refused_by_its_key(typed, degrees, messa
         run_contract(typed("node", *(f"trainer.policy.megatron_config.{degree}" for degree in degrees.split())))
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_ranks_of_an_engine_share_out_whole_experts_and_are_claimed(typed, degree):
+    asked = [f"generator.inference_engine.{name}_parallel_size={degree}" for name in ("tensor", "expert")]
+    claims = run_contract(typed("node", *asked)).claims
+    assert (claims.engine_tp, claims.engine_ep, claims.engine_pp) == (degree, degree, 1)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ("tensor=4 expert=4", "tensor_model_parallel_size: expected a divisor of the 2 key/value heads, found 4"),
+        ("tensor=2 expert=1", "expert_parallel_size: expected 2 with tensor_parallel_size 2 and 256 experts, found 1: ranks hold whole experts"),
+        ("tensor=1 expert=2", "expert_parallel_size: expected 1 with tensor_parallel_size 1 and 256 experts, found 2"),
+    ],
+)
+def test_ranks_of_an_engine_that_are_not_proven_are_refused_by_their_key(typed, degrees, message):
+    asked = (f"generator.inference_engine.{name}_parallel_size={value}" for name, value in (each.split("=") for each in degrees.split()))
+    with pytest.raises(ContractError, match=f"^generator.inference_engine.{message}"):
+        run_contract(typed("node", *asked))
+
+
+def test_a_contract_that_is_given_has_to_claim_the_engine(typed, tmp_path):
+    file = tmp_path / "contract.json"
+    file.write_text(contract_for_model(RECIPES / "start" / "dense", "cpu").to_json())
+    with pytest.raises(ContractError, match=r"inference_engine.tensor_model_parallel_size: the contract claims at most 1 \(claims.engine_tp\)"):
+        run_contract(typed("tiny-dense", f"isoexec.contract={file}", "generator.inference_engine.tensor_parallel_size=2"))
+
+
 def test_the_combine_bounds_the_experts_degree(typed):
     degrees = "trainer.policy.megatron_config.expert_model_parallel_size=16"
     with pytest.raises(ContractError, match="expected a divisor of numerics.combine_groups 8, and that one of 256 experts, found 16"):

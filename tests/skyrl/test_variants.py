@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from isoexec.contract import ExecutionContract
 from isoexec.runtimes.skyrl.steps import read_steps
 from isoexec.train.compose import RECIPES
 from tests.skyrl.long import takes_minutes
@@ -40,3 +41,20 @@ def test_separate_engines_have_no_mismatch(steps):
         assert line["bit_equal"] == 1 and line["rollout_train_logprobs_abs_diff_max"] == 0
         assert line["first_minibatch_ratio_min"] == line["first_minibatch_ratio_max"] == 1
     assert any("tensors equal in the policy and 1 engines" in log.read_text() for log in (out / "logs").glob("*.log"))
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid-moe"])
+def test_engines_and_policies_of_two_ranks_have_no_mismatch(steps, name):
+    """The ranks of the engine share out tensors and experts, those of the policy tensors, tokens and experts."""
+    degrees = {"generator.inference_engine.tensor": 2, "trainer.policy.megatron_config.tensor_model": 2}
+    if name == "hybrid-moe":
+        degrees |= {"generator.inference_engine.expert": 2, "trainer.policy.megatron_config.expert_model": 2}
+        degrees |= {"trainer.policy.megatron_config.expert_tensor": 1}
+    asked = [f"{key}_parallel_size={degree}" for key, degree in degrees.items()]
+    lines, out = steps(name, "trainer.placement.policy_num_gpus_per_node=2", *asked)
+    for line in lines:
+        assert line["bit_equal"] == 1 and line["rollout_train_logprobs_abs_diff_max"] == 0
+        assert line["first_minibatch_ratio_min"] == line["first_minibatch_ratio_max"] == 1
+    claims = ExecutionContract.from_json((out / "contract.json").read_text()).claims
+    assert claims.engine_tp == claims.trainer_tp == 2 and claims.trainer_sp
+    assert any("tensors equal in the policy and 2 engines" in log.read_text() for log in (out / "logs").glob("*.log"))

@@ -302,11 +302,8 @@ def _check_contract_arm(config: TrainConfig) -> None:
     _one_of("generator.sampling_params.logprobs", generator.sampling_params.logprobs, (0, 1), "the engine's logprobs are compared")
     if not uses_gpus():
         _one_of("generator.inference_engine.enforce_eager", generator.inference_engine.enforce_eager, (True,), "only a GPU has graphs")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
-        _one_of(
-            f"generator.inference_engine.{name}", getattr(generator.inference_engine, name), (1,),
-            "an engine is not proven over several ranks",
-        )  # fmt: skip
+    pipeline = generator.inference_engine.pipeline_parallel_size
+    _one_of("generator.inference_engine.pipeline_parallel_size", pipeline, (1,), "an engine's layers are not proven over several ranks")
     _one_of("generator.use_conversation_multi_turn", generator.use_conversation_multi_turn, (True,), "an appended token was not sampled")
     _one_of("trainer.remove_microbatch_padding", trainer.remove_microbatch_padding, (True,), "under a contract sequences are packed")
     _one_of("trainer.fused_lm_head_logprob", trainer.fused_lm_head_logprob, (False,), "it computes logprobs outside the op library")

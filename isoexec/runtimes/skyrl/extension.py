@@ -10,6 +10,7 @@ import time
 
 import torch
 from skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap import NewInferenceWorkerWrap
+from vllm.distributed.parallel_state import get_tp_group
 
 from isoexec.contract import ContractError
 from isoexec.runtimes.handshake import check_process_served, process_identity
@@ -118,10 +119,12 @@ class EngineExtension(NewInferenceWorkerWrap):
 
     @_answering
     def isoexec_save_weights(self, path: str) -> dict:
-        """Write every tensor that the model holds now to a safetensors file, under the names of the manifest.
+        """Write every tensor that the model holds now to a safetensors file, under the names of the manifest; of several ranks the first writes.
 
         Raises:
-            ContractError: a parameter or buffer has no HF name, or the model is sharded.
+            ContractError: a parameter or buffer has no HF name.
         """
-        write_tensors(path, dict(weights.hf_tensors(self.model_runner.get_model())))
+        tensors = dict(weights.hf_tensors(self.model_runner.get_model()))
+        if get_tp_group().rank_in_group == 0:
+            write_tensors(path, tensors)
         return {}

@@ -8,12 +8,12 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from isoexec.contract import ContractError, ExecutionContract, contract_for_model, model_digest, read_config
-from isoexec.contract.layouts import Layout, check_claims, check_degrees, check_sizes
+from isoexec.contract.layouts import Layout, check_claims, check_degrees, check_engine, check_sizes
 from isoexec.runtimes import evidence
 from isoexec.runtimes.megatron.mapping import architecture_of, experts_of, linear_layers, sparse_layers
 from isoexec.runtimes.skyrl.config import TrainConfig, uses_gpus
 
-_WHERE = "trainer.policy.megatron_config."
+_WHERE, _ENGINE = "trainer.policy.megatron_config.", "generator.inference_engine."
 
 
 def layout_of(config: TrainConfig) -> Layout:
@@ -57,14 +57,37 @@ def run_contract(config: TrainConfig) -> ExecutionContract:
             f"generator.inference_engine.data_parallel_size: expected 1 for a model with experts, found {engine.data_parallel_size}: vLLM "
             "would split each expert over the data-parallel ranks; use generator.inference_engine.num_engines"
         )
+    ranks = _engine_layout(config, layout)
     if config.isoexec.contract is not None:
         contract = _given(config)
         check_claims(contract.claims, layout, _WHERE)
         check_degrees(contract.numerics, layout, _WHERE)
-        return contract
-    contract = contract_for_model(config.trainer.policy.model.path, _backend())
-    check_degrees(contract.numerics, layout, _WHERE)
-    return dataclasses.replace(contract, claims=layout.claims())
+    else:
+        contract = contract_for_model(config.trainer.policy.model.path, _backend())
+        check_degrees(contract.numerics, layout, _WHERE)
+        degrees = {"engine_tp": ranks.tensor_model_parallel_size, "engine_ep": ranks.expert_model_parallel_size}
+        contract = dataclasses.replace(contract, claims=dataclasses.replace(layout.claims(), **degrees))
+    check_engine(contract.claims, contract.numerics, ranks, _ENGINE)
+    return contract
+
+
+def _engine_layout(config: TrainConfig, trainer: Layout) -> Layout:
+    """The ranks of an engine, which share out tensors and whole experts.
+
+    Raises:
+        ContractError: experts that would be split, or shared out by other ranks.
+    """
+    engine, sparse = config.generator.inference_engine, trainer.num_moe_experts is not None
+    expected = engine.tensor_parallel_size if sparse else 1
+    if engine.expert_parallel_size != expected:
+        raise ContractError(
+            f"{_ENGINE}expert_parallel_size: expected {expected} with tensor_parallel_size {engine.tensor_parallel_size} and "
+            f"{trainer.num_moe_experts or 'no'} experts, found {engine.expert_parallel_size}: ranks hold whole experts, since the K of an expert's "
+            "matrices is never split"
+        )
+    degrees = {"tensor_model_parallel_size": engine.tensor_parallel_size, "expert_model_parallel_size": expected}
+    one = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1, "expert_tensor_parallel_size": 1, "sequence_parallel": False}
+    return dataclasses.replace(trainer, **degrees, **one)
 
 
 def _given(config: TrainConfig) -> ExecutionContract:

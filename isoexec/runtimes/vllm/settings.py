@@ -6,7 +6,7 @@ import torch
 
 from isoexec.contract import ContractError, ExecutionContract
 from isoexec.contract.checkpoints import check_checkpoint
-from isoexec.contract.layouts import Layout, check_degrees, check_sizes
+from isoexec.contract.layouts import Layout, check_engine
 from isoexec.contract.settings import UNPROVEN, UNROUTED, Setting, check_settings
 from isoexec.runtimes import activation
 
@@ -139,17 +139,9 @@ def _check_ranks(contract: ExecutionContract, parallel, text_config) -> None:
             f"{experts or 'no'} experts, found {parallel.enable_expert_parallel}: ranks hold whole experts, since the K of an expert's matrices is "
             "never split"
         )
-    shared = degree if experts else 1
-    for claim, used in (("engine_tp", degree), ("engine_ep", shared)):
-        if used > (claimed := getattr(contract.claims, claim)):
-            raise ContractError(
-                f"parallel_config.tensor_parallel_size: the contract claims at most {claimed} (claims.{claim}), found {used}; set it to "
-                f"{claimed}, or build a contract with the larger claim (isoexec contract build --claim {claim}={used})"
-            )
     sizes = text_config.num_hidden_layers, text_config.num_key_value_heads, experts, getattr(text_config, "linear_num_key_heads", None)
-    layout = Layout(*sizes, tensor_model_parallel_size=degree, expert_model_parallel_size=shared)
-    check_degrees(contract.numerics, layout, "engine: ", replicated=True)
-    check_sizes(layout, degree, "engine: ")
+    ranks = Layout(*sizes, tensor_model_parallel_size=degree, expert_model_parallel_size=degree if experts else 1)
+    check_engine(contract.claims, contract.numerics, ranks, "engine: ")
 
 
 def _experts(text_config) -> int | None:
