@@ -119,9 +119,9 @@ def check(contract: ExecutionContract, config) -> None:
     check_settings((*ENGINE, *ENGINE_OF[contract.architecture]), config)
     text_config = config.model_config.hf_text_config
     _check_graphs(contract, config)
-    _check_ranks(contract, config.parallel_config, text_config)
     check_checkpoint(contract.architecture, text_config)
     _check_numerics(contract, text_config)
+    _check_ranks(contract, config.parallel_config, text_config)
 
 
 def _check_graphs(contract: ExecutionContract, config) -> None:
