@@ -346,9 +346,10 @@ def _said(error: float | None) -> str:
 
 
 def worker_environment(contract: Path | None) -> dict[str, str | None]:
-    """Laid over the environment of a worker: one thread for each of several processes, nothing fetched, GPUs for a build for GPUs alone."""
+    """Laid over the environment of a worker: one thread for each of several processes, nothing fetched, GPUs for a build for GPUs alone, and
+    no rank of a job in which this process may be one."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend() == "cpu" else {}
-    return hidden | {
+    return hidden | dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")) | {
         CONTRACT_VARIABLE: str(contract) if contract else None,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from isoexec.verify.protocol import WorkerError, WorkerGroup, WorkerRefused, from_bits, to_bits
+from isoexec.verify.run import worker_environment
 
 HERE = str(Path(__file__).parent)
 
@@ -110,9 +111,10 @@ def test_a_rank_that_fails_is_not_waited_out(ranks):
         ranks.call("refuse_on", 60, rank="1")
 
 
-def test_one_rank_is_a_worker(group):
+def test_one_rank_is_a_worker_also_in_a_job_of_many(group, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
     path = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
-    alone = group.start_ranks(1, "odd", "odd_worker", {"PYTHONPATH": path, "WORLD_SIZE": None})
+    alone = group.start_ranks(1, "odd", "odd_worker", worker_environment(None) | {"PYTHONPATH": path})
     assert alone.name == "odd" and alone.call("environment", 60, name="WORLD_SIZE") is None
 
 
