@@ -14,7 +14,7 @@ from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMS
 
 from isoexec.contract import Numerics, active_contract
 from isoexec.contract.build import read_config
-from isoexec.runtimes.skyrl.config import ConfigError, TrainConfig, uses_gpus
+from isoexec.runtimes.skyrl.config import TrainConfig, uses_gpus
 from isoexec.runtimes.skyrl.follow import end_with
 from isoexec.runtimes.vllm import cache_size, graphs
 from isoexec.runtimes.vllm.engine import register_model
@@ -69,11 +69,7 @@ class Server(VLLMServerActor):
 
 
 def engine_arguments(config: TrainConfig) -> Namespace:
-    """vLLM's arguments; what ``engine_init_kwargs`` names is left as it is, and refused by the engine where a contract forbids it.
-
-    Raises:
-        ConfigError: a step's tokens hold no sequence, where upstream takes no chunks.
-    """
+    """vLLM's arguments; what ``engine_init_kwargs`` names is left as it is, and refused by the engine where a contract forbids it."""
     args = build_vllm_cli_args(config)
     model = read_config(config.trainer.policy.model.path)
     wanted = {
@@ -90,11 +86,6 @@ def engine_arguments(config: TrainConfig) -> Namespace:
         wanted["mamba_ssm_cache_dtype"] = "float32"
         if active_contract() is None and not uses_gpus() and torch.cpu._is_amx_tile_supported():
             wanted |= {"enable_prefix_caching": False, "enable_chunked_prefill": False}  # upstream has neither, and ends if asked
-            if args.max_num_batched_tokens < wanted["max_model_len"]:
-                raise ConfigError(
-                    f"generator.inference_engine.max_num_batched_tokens: expected {wanted['max_model_len']} (a prompt and its response) or more, "
-                    f"found {args.max_num_batched_tokens}: vLLM's kernels for this model and machine do not support chunked prefill"
-                )
     if active_contract() is not None and not args.enforce_eager:
         wanted |= graphs.arguments(args.max_num_seqs)
     given = config.generator.inference_engine.engine_init_kwargs
