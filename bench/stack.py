@@ -155,12 +155,16 @@ def main() -> None:
         contract.write_text(contract_for_model(model, "cuda").to_json(), encoding="utf-8")
         name = Path(options.model).name if options.model else "Qwen3 1.7B, random"
         native = {"engine": "vLLM's defaults: compiled, captured, unseeded", "trainer": "Megatron's local layers, padded, no Transformer Engine"}
+        failed = []
         for side in [options.only] if options.only else SIDES:
             ours, theirs = (measured(side, arm, model, contract, work) for arm in ARMS)
+            failed += [f"{side}, {arm}" for arm, found in zip(ARMS, (ours, theirs)) if found is None]
             for case, seconds in (ours or {}).items():
                 stage, _, shape = case.partition(" ")
                 other = theirs and 1e6 * theirs[case]
                 results.add(f"{side}, {name}", stage, shape, 1e6 * seconds, other, native[side], target=1.0 if side == "engine" else None, clock="host")
+    if failed:
+        raise SystemExit(f"bench.stack: {' and '.join(failed)} failed, see above")
 
 
 if __name__ == "__main__":
