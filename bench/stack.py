@@ -9,6 +9,7 @@ what the stack's own native arm costs, not what a tuned Megatron does. The defau
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -51,12 +52,13 @@ def prompts_of(count: int, length: int, vocabulary: int, seed: int) -> list[list
     return [[draw.randrange(3, vocabulary) for _ in range(length)] for _ in range(count)]
 
 
-def timed(run: Callable[[int], None]) -> float:
-    """Median seconds of ``run(seed)``, after one call that is not counted."""
+def timed(make: Callable[[int], list], run: Callable[[list], None]) -> float:
+    """Median seconds of ``run(make(seed))``, ``make`` left out, after one call that is not counted."""
     found = []
     for seed in range(REPEATS + 1):
+        batch = make(seed)
         began = time.perf_counter()
-        run(seed)
+        run(batch)
         found.append(time.perf_counter() - began)
     return statistics.median(found[1:])
 
@@ -78,21 +80,20 @@ def engine(model: str, batches=BATCHES, prompt=PROMPT, new=NEW, **arguments) -> 
     )  # fmt: skip
     vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
 
-    def generate(count: int, tokens: int) -> Callable[[int], None]:
-        def run(seed: int) -> None:
-            seeds = [None if contract is None else seed * count + row for row in range(count)]
-            common = dict(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
-            inputs = [{"prompt_token_ids": each} for each in prompts_of(count, prompt, vocabulary, seed)]
-            done = llm.generate(inputs, [SamplingParams(seed=each, **common) for each in seeds], use_tqdm=False)
-            short = [len(each.outputs[0].token_ids) for each in done if len(each.outputs[0].token_ids) != tokens]
-            if len(done) != count or short:
-                raise RuntimeError(f"bench.stack: {len(done)} of {count} sequences, {len(short)} of them not of {tokens} tokens")
+    def requests(count: int, tokens: int, seed: int) -> list:
+        common = dict(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
+        seeds = [None if contract is None else seed * count + row for row in range(count)]
+        prompts = prompts_of(count, prompt, vocabulary, seed)
+        return [({"prompt_token_ids": each}, SamplingParams(seed=own, **common)) for each, own in zip(prompts, seeds)]
 
-        return run
+    def generate(batch: list) -> None:
+        done = llm.generate(*map(list, zip(*batch)), use_tqdm=False)
+        if any(len(each.outputs[0].token_ids) != params.max_tokens for each, (_, params) in zip(done, batch, strict=True)):
+            raise RuntimeError("bench.stack: a sequence ended before it had its tokens")
 
     for count in batches:
-        found[f"prefill {count}x{prompt}"] = first = timed(generate(count, 1))
-        found[f"decode {count}x{new}"] = timed(generate(count, 1 + new)) - first
+        first, whole = (timed(functools.partial(requests, count, tokens), generate) for tokens in (1, 1 + new))
+        found |= {f"prefill {count}x{prompt}": first, f"decode {count}x{new}": whole - first}
     return found
 
 
@@ -105,20 +106,20 @@ def trainer(model: str, sequences=SEQUENCES, prompt=PROMPT, new=NEW, pack=PACK) 
 
     vocabulary, policy = AutoConfig.from_pretrained(model).vocab_size, PolicyTrainer(model, lr=1e-6)
 
-    def batch(seed: int):
+    def pairs(seed: int) -> list:
         every = prompts_of(sequences, prompt + new, vocabulary, seed)
         return [(tokens[:prompt], tokens[prompt:]) for tokens in every]
 
-    def score(seed: int) -> None:
-        policy.logprobs(batch(seed), temperature=1.0, packing=pack)
+    def score(batch: list) -> None:
+        policy.logprobs(batch, temperature=1.0, packing=pack)
 
-    def step(seed: int) -> None:
-        policy.train_step(batch(seed), packing=pack)
+    def step(batch: list) -> None:
+        policy.train_step(batch, packing=pack)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
     shape = f"{sequences}x{prompt + new}"
-    found = {f"score {shape}": timed(score), f"step {shape}": timed(step)}
+    found = {f"score {shape}": timed(pairs, score), f"step {shape}": timed(pairs, step)}
     policy.close()
     return found
 
