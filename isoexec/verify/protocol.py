@@ -206,6 +206,8 @@ class Ranks:
         Raises:
             WorkerError: as there, or two ranks answer differently.
         """
+        if operation == "open":  # they meet at one port: a rank that is early would find the store of the engine before, and both wait for ever
+            self.call("close", timeout)
         pending = [self._calls.submit(worker.call, operation, timeout, **arguments) for worker in self._workers]
         ended, _ = wait(pending, return_when=FIRST_EXCEPTION)  # a rank that fails leaves the others waiting for it
         answers = [call.result() for call in sorted(ended, key=pending.index)]
